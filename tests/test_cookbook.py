@@ -1081,10 +1081,16 @@ def test_accumulate_has_the_bits_that_the_page_gives(weighted):
 PLACES = {"Stop early 1": {"epoch": 235, "evaluation": 232}, f"{INTERRUPT} 1": {"epoch": 11, "evaluation": 16}}
 REQUESTS = [("Stop early 1", signal.SIGTERM, place) for place in ("epoch", "evaluation")]
 CTRL_CS = [(task, signal.SIGINT, place) for task in PLACES for place in ("epoch", "evaluation")]
+OTHER_PLACES = REQUESTS[1], CTRL_CS[0]  # the other place of each signal
 
 
-@pytest.mark.every_case
-@pytest.mark.parametrize(("task", "number", "place"), [*REQUESTS, *CTRL_CS])
+@pytest.mark.parametrize(
+    ("task", "number", "place"),
+    [
+        pytest.param(*case, marks=[] if case in OTHER_PLACES else [pytest.mark.hardest])
+        for case in [*REQUESTS, *CTRL_CS]
+    ],
+)
 def test_a_run_that_is_stopped_and_rerun_ends_like_an_unbroken_one(task, number, place, tmp_path, monkeypatch):
     step = PLACES[task][place]
     stepped = "state, metrics = train_step(state, batch)"

@@ -72,7 +72,6 @@ def trained(model):
     return {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_the_gradient_of_packed_rows_is_that_of_the_padded_batch(page, attention):
     names = adapted(page, attention)
@@ -92,6 +91,7 @@ def test_the_gradient_of_packed_rows_is_that_of_the_padded_batch(page, attention
         torch.testing.assert_close(found.grads[name], tensor.grad, rtol=1e-9, atol=1e-14)
 
 
+@pytest.mark.slow
 def test_the_first_20_steps_are_those_of_a_loop_of_transformers(page):
     names = adapted(page)
     run(names, TRAIN.partition("ckpt = ")[0])

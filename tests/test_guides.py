@@ -256,6 +256,7 @@ def test_looplibs_scripts_continue_as_unbroken_runs(name, tmp_path):
 # From Lightning
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # Lightning's own: of workers, and of a first run without a checkpoint
 def test_the_script_of_lightning_and_looplibs_stop_at_the_same_best_weights(tmp_path, looplibs_order, capsys):
     theirs, ours = BLOCKS["FROM_LIGHTNING"]
@@ -334,6 +335,7 @@ def test_the_averages_of_lightnings_callbacks_give_the_same_accuracies(callback,
 # From accelerate
 
 
+@pytest.mark.slow
 def test_the_script_of_accelerate_and_looplibs_end_with_the_same_weights(tmp_path, looplibs_order, capsys):
     theirs, ours = BLOCKS["FROM_ACCELERATE"]
     theirs = run(theirs, tmp_path / "theirs")

@@ -38,6 +38,7 @@ def python(tmp_path_factory):
     return folder / "venv/bin/python"
 
 
+@pytest.mark.slow
 def test_mypy_sees_the_types_of_an_editable_install(python, tmp_path):
     above = python.parents[2]  # where `looplib` is also a folder
     (above / "typed.py").write_text(

@@ -1,6 +1,7 @@
 """The package as a newcomer meets it."""
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -177,11 +178,17 @@ def test_private_names_are_imported_by_tests_of_the_core_alone():
             assert not found, f"{path} uses {found and found[0]}: use a public name, or move the test to tests/_core"
 
 
+@functools.cache
+def parsed():
+    """The package's files as trees."""
+    return {path: ast.parse(path.read_text()) for path in (ROOT / "looplib").rglob("*.py")}
+
+
 def test_rooms_import_no_private_file_of_another_room():
     """Code that two rooms use is public in one of them, or lies in `_core`."""
-    for path in (ROOT / "looplib").rglob("*.py"):
+    for path, tree in parsed().items():
         room = path.relative_to(ROOT / "looplib").parts[0]
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("looplib."):
                 other, *files = node.module.split(".")[1:]
                 private = other not in (room, "_core", "_objective") and any(file.startswith("_") for file in files)
@@ -204,14 +211,23 @@ NOT_IN_TESTS |= {f"debug.{name}" for name in ("Difference", "LeafDifference", "R
 def test_every_public_name_is_in_a_test():
     """By its name in the room's own tests, or as `ll.name` or `room.name` in others."""
     here = Path(__file__).parent
-    texts = {path: path.read_text() for path in here.rglob("*.py") if here / "far" not in path.parents}
+    words, dotted, imported = (
+        {},
+        set(),
+        set(),
+    )  # words by room, pairs such as `ll.name`, and names imported from looplib
+    for path in here.rglob("*.py"):
+        if here / "far" not in path.parents:
+            text = path.read_text()
+            words.setdefault(path.relative_to(here).parts[0], set()).update(re.findall(r"\w+", text))
+            dotted.update(re.findall(r"\b(\w+)\.(?=(\w+))", text))
+            for names in re.findall(r"from looplib[.\w]* import ([^\n(]+|\([^)]*)", text):
+                imported.update(re.findall(r"\w+", names))
     missing = []
     for full in sorted(name for name in public_names() if not name.startswith("types.")):
         room, name = full.split(".")
-        anywhere = re.compile(rf"\b(?:ll|{room})\.{name}\b|from looplib[.\w]* import (?:[^\n(]*|\([^)]*)\b{name}\b")
-        in_room = re.compile(rf"\b{name}\b")
-        found = (in_room if here / room in path.parents else anywhere for path in texts)
-        if full not in NOT_IN_TESTS and not any(map(re.Pattern.search, found, texts.values())):
+        is_tested = name in imported | words.get(room, set()) or {("ll", name), (room, name)} & dotted
+        if full not in NOT_IN_TESTS and not is_tested:
             missing.append(full)
     assert not missing, f"write a test of {missing} in tests/<room>; see 'Add a feature' in CONTRIBUTING.md"
 
@@ -230,9 +246,11 @@ def names_in(node):
 
 
 def test_what_no_other_code_uses_is_in_an_index():
-    package = Path(ll.__file__).parent
-    trees = {path: ast.parse(path.read_text()) for path in package.rglob("*.py")}
-    count = Counter(name for tree in trees.values() for name in names_in(tree))
+    package, trees = ROOT / "looplib", parsed()
+    used = {node: Counter(names_in(node)) for tree in trees.values() for node in tree.body}
+    count = Counter()
+    for names in used.values():
+        count.update(names)
     unused = [
         f"{path.relative_to(package)}: {node.name}"
         for path, tree in trees.items()
@@ -240,6 +258,6 @@ def test_what_no_other_code_uses_is_in_an_index():
         if isinstance(node, (ast.FunctionDef, ast.ClassDef))
         and not (node.name.startswith("_") and node.decorator_list)  # a decorator may register it
         and not node.name.startswith("__")  # Python itself calls it
-        and count[node.name] == [*names_in(node)].count(node.name)
+        and count[node.name] == used[node][node.name]
     ]
     assert not unused, f"nobody uses {unused}: add a public name to its room's __init__.py, and delete any other"

@@ -127,8 +127,8 @@ def kept(engine, count=LAYERS):
     return save, restore
 
 
-def each(call, times=2):
-    for _ in range(4):  # which also find out what there is to send, and in which gradients are compared (steps 1, 2, 4)
+def each(call, times=2, before=4):
+    for _ in range(before):  # which also find out what there is to send, and in which gradients are compared (steps 1, 2, 4)
         call()
     distributed.barrier()
     before = bytes_sent()
@@ -174,13 +174,13 @@ with ll.distributed.setup():
         found[f"{engine} finite"] = each(looped(engine, before=[ll.skip_nonfinite(3)]))
         found[f"{engine} scaled"] = each(looped(engine, before=[ll.optim.dynamic_loss_scale()]))
         for rounds in (1, 3):
-            found[f"{engine} evaluation, {rounds}"] = each(evaluated(engine, rounds * world))
-        found[f"{engine} prediction"] = each(predicted(engine))
+            found[f"{engine} evaluation, {rounds}"] = each(evaluated(engine, rounds * world), before=1)
+        found[f"{engine} prediction"] = each(predicted(engine), before=1)
         save, restore = kept(engine)
-        found[f"{engine} save"], found[f"{engine} restore"] = each(save), each(restore)
-    found["fsdp save of more"] = each(kept("fsdp", 3 * LAYERS)[0])
+        found[f"{engine} save"], found[f"{engine} restore"] = each(save, before=1), each(restore, before=1)
+    found["fsdp save of more"] = each(kept("fsdp", 3 * LAYERS)[0], before=1)
     for rounds in (1, 3):
-        found[f"ddp evaluation with buffers, {rounds}"] = each(evaluated("ddp", rounds * world, buffers=True))
+        found[f"ddp evaluation with buffers, {rounds}"] = each(evaluated("ddp", rounds * world, buffers=True), before=1)
     found["fsdp ema"] = each(looped("fsdp", after=[ll.ema(0.9)]))
     found["ddp clipped"] = each(looped("ddp", **ways["clipped"]))
     clock = ll.predicates.after_seconds(1000)

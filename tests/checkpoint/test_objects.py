@@ -112,6 +112,7 @@ for number in range(20):
 """
 
 
+@pytest.mark.slow
 def test_a_loop_that_is_killed_at_twenty_moments_leaves_whole_checkpoints(tmp_path):
     (tmp_path / "killed.py").write_text(KILLED)
     launch(0, run_script, str(tmp_path / "killed.py"), str(tmp_path))

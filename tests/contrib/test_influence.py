@@ -6,7 +6,6 @@ import weakref
 
 import pytest
 import torch
-from scipy.stats import spearmanr
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -102,6 +101,7 @@ def test_influences_are_finite_differences_of_whole_runs(name, loss_fn, options)
 )
 def test_the_order_of_influences_is_that_of_20_runs_without_a_sample(optimizer):
     gradients, changes = influence_and_changes(Run(optimizer, samples=400, batch_size=64), weights=[0.0])
+    spearmanr = pytest.importorskip("scipy.stats").spearmanr
     correlation = spearmanr(-gradients, changes[0.0]).statistic
     assert correlation >= 0.9, correlation
 
@@ -124,6 +124,7 @@ def test_a_derivative_tells_what_a_small_change_of_a_weight_does():
     # A sample is an eighth of its batch, and the rate is high: the loss is not linear between weights of 1 and 0.
     run = Run(ll.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9), samples=100, batch_size=8)
     gradients, changes = influence_and_changes(run, weights=[0.9, 0.0])
+    spearmanr = pytest.importorskip("scipy.stats").spearmanr
     small, whole = (spearmanr(-gradients, changes[weight]).statistic for weight in (0.9, 0.0))
     assert whole < 0.95 < 0.99 < small, (whole, small)
 
@@ -156,7 +157,8 @@ def peak_of(run, steps):
 @pytest.mark.parametrize(
     ("name", "steps"),
     [
-        ("adamw", 9),
+        ("sgd", 9),
+        pytest.param("adamw", 9, marks=pytest.mark.slow),
         pytest.param("adamw", 64, marks=pytest.mark.slow),
         pytest.param("sgd", 64, marks=pytest.mark.slow),
     ],
@@ -169,7 +171,7 @@ def test_four_times_the_steps_take_about_twice_the_memory(name, steps):
 
 
 def test_the_given_state_and_the_module_are_as_before():
-    run = Run(OPTIMIZERS["adamw"]())
+    run = Run(OPTIMIZERS["sgd"]())
     before = {name: tensor.clone() for name, tensor in run.state.params.items()}
     stream = torch.get_rng_state()
     first, _ = run.influence(9)

@@ -94,7 +94,7 @@ def train_all(folder, when):
 
 
 def test_a_restarted_run_ends_the_epoch_and_goes_on_with_the_bits_of_an_unbroken_run(tmp_path):
-    launch(0, train_all, tmp_path, "after the last batch")  # all loops, in a new process
+    train_all(tmp_path, "after the last batch")  # all loops, which continue in a new process
     assert not list(tmp_path.glob("*.pt"))
     launch(0, train_all, tmp_path, "")
     for kind in (*LOADERS, COOKBOOK):

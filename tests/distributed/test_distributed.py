@@ -155,7 +155,9 @@ def alone(tmp_path_factory):
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_ranks_train_as_one_process_does(tmp_path, alone, ranks):
     engines = ["fsdp-copies"] if ranks == 4 else ENGINES
-    cases = [f"{engine}:{way}" for engine in engines for way in WAYS]
+    # Two ranks take the options of an engine in two ways alone, three in all.
+    ways = {engine: WAYS if ranks > 2 or engine in ("ddp", "fsdp", "reduce") else WAYS[2:4] for engine in engines}
+    cases = [f"{engine}:{way}" for engine in engines for way in ways[engine]]
     cases.append("reduce:tokens wrapped")  # which accumulates what a user's function returns
     for case, (log, found) in trained(tmp_path, ranks, cases).items():
         expected_log, expected = alone[case.partition(":")[2]]
@@ -237,7 +239,7 @@ def evaluated(folder, ranks, engine):
     return printed, [torch.load(folder / f"found-{rank}.pt") for rank in range(ranks or 1)]
 
 
-@pytest.mark.parametrize(("ranks", "engine"), [(4, "fsdp"), (3, "ddp")])
+@pytest.mark.parametrize(("ranks", "engine"), [(3, "fsdp"), (4, "ddp")])
 def test_each_sample_is_evaluated_and_predicted_once_and_in_order(tmp_path, ranks, engine):
     _, (expected,) = evaluated(tmp_path / "one", 0, "none")
     printed, found = evaluated(tmp_path / "many", ranks, engine)
@@ -318,6 +320,8 @@ with ll.distributed.setup():
     rank, world = ll.distributed.rank(), ll.distributed.world_size()
     mesh = init_device_mesh("cpu", (world,))
     for name, optimizer in CASES.items():
+        if sys.argv[1:] and name not in sys.argv[1:]:
+            continue
         (expected, drawn), *others = [trained(engine, optimizer) for engine in ("ddp", "fsdp", "reduce")]
         for found, masks in others:
             torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-14, msg=name)
@@ -329,8 +333,10 @@ with ll.distributed.setup():
 """
 
 
-def test_every_update_is_the_same_with_each_engine(tmp_path):
-    assert launch(tmp_path, 2, UPDATES) == "all alike; 2 masks\n"
+# Clipping and decisions meet the ranks; other classes and options of torch's optimizers run in the full suite.
+@pytest.mark.parametrize("names", [("clip_by_norm", "norm 1", "ema", "every", "groups"), ()], ids=["some", "all"])
+def test_every_update_is_the_same_with_each_engine(tmp_path, names):
+    assert launch(tmp_path, 2, UPDATES, *names) == "all alike; 2 masks\n"
 
 
 BATCHNORM = """
@@ -497,6 +503,7 @@ with ll.distributed.setup(required=False):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["ddp", "fsdp"])
 def test_a_run_of_four_ranks_continues_with_two_and_then_one(tmp_path, engine):
     for name in ("whole", "parts"):

@@ -59,6 +59,8 @@ def counted(row, device, donate):
 def test_each_row_makes_as_many_reads_as_the_table_says(capfd):
     with far() as device:
         for row, donate in itertools.product(itertools.chain(*TABLES.values()), (False, True)):
+            if donate and "_step(" in row.code:
+                continue  # it makes its step itself, donated or not
             reads = counted(row, device, donate)
             assert [len(one) for one in reads] == [row.reads] * 2, (row.code, donate, reads)
     assert "performance drop" not in capfd.readouterr().err  # members are mapped, and not taken one by one

@@ -170,13 +170,21 @@ def test_the_values_of_the_call_are_written_and_no_parameter_is_kept():
 
 
 PROGRAM = """
-import sys, time
+import os, sys, time
 import torch
 from looplib.log import in_background, jsonl
 from looplib.types import TrainState
 
-path, how = sys.argv[1:]
-done = jsonl(path)
+folder = sys.argv[1]
+for how in ("disk", "workers"):  # each in a fork, which ends as any process does
+    if not os.fork():
+        for descriptor, name in ((1, "out"), (2, "error")):
+            os.dup2(os.open(f"{folder}/{how}.{name}", os.O_WRONLY | os.O_CREAT), descriptor)
+        break
+    print(how, os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+else:
+    raise SystemExit
+done = jsonl(f"{folder}/{how}.jsonl")
 
 def slow(state, values):
     time.sleep(0.01)
@@ -199,17 +207,26 @@ else:
 """
 
 
-def test_all_is_written_when_a_process_with_workers_leaves(tmp_path):
-    path = tmp_path / "log"
-    result = python(PROGRAM, path, "workers")
-    assert result.returncode == 3, result.stderr
-    assert [row["step"] for row in read_jsonl(path)] == list(range(50))
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """The folder in which both ways of the program have run, and their exit codes."""
+    folder = tmp_path_factory.mktemp("ended")
+    result = python(PROGRAM, folder)
+    assert result.returncode == 0, result.stderr
+    return folder, dict(line.split() for line in result.stdout.splitlines())
 
 
-def test_a_full_disk_and_a_hung_server_stop_no_training_nor_its_end_and_are_told(tmp_path):
-    result = python(PROGRAM, tmp_path / "log", "disk")
-    assert (result.returncode, result.stdout) == (0, "trained\n"), result.stderr
-    told = [line for line in result.stderr.splitlines() if "RuntimeWarning" in line]
+def test_all_is_written_when_a_process_with_workers_leaves(ended):
+    folder, codes = ended
+    assert codes["workers"] == "3", (folder / "workers.error").read_text()
+    assert [row["step"] for row in read_jsonl(folder / "workers.jsonl")] == list(range(50))
+
+
+def test_a_full_disk_and_a_hung_server_stop_no_training_nor_its_end_and_are_told(ended):
+    folder, codes = ended
+    error = (folder / "disk.error").read_text()
+    assert (codes["disk"], (folder / "disk.out").read_text()) == ("0", "trained\n"), error
+    told = [line for line in error.splitlines() if "RuntimeWarning" in line]
     assert sum("jsonl('/dev/full') lost 1000 of 1000 calls" in line for line in told) == 1
     assert any("No space left on device" in line and "continues" in line for line in told)
     assert sum("not written 1 of 1 calls" in line for line in told) == 1

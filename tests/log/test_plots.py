@@ -6,7 +6,6 @@ import io
 import itertools
 import math
 import operator
-import subprocess
 import sys
 import textwrap
 
@@ -17,6 +16,7 @@ from matplotlib.collections import QuadMesh
 from matplotlib.colors import LogNorm, Normalize, to_hex, to_rgb
 from matplotlib.figure import Figure
 from matplotlib.text import Text
+from ranks import launch, run_script
 from shared import assert_each_refused
 
 import looplib as ll
@@ -354,6 +354,8 @@ for step in (1, 2, 3):
 
 def test_a_notebook_cell_is_redrawn_in_its_place(tmp_path):
     code = f"""
+        import warnings
+        warnings.simplefilter("error")
         from IPython.core.displaypub import CapturingDisplayPublisher
         from IPython.core.history import HistoryManager
         from IPython.core.interactiveshell import InteractiveShell
@@ -380,4 +382,5 @@ def test_a_notebook_cell_is_redrawn_in_its_place(tmp_path):
         figure = shell.run_cell("plot([dict(step=1, loss=2.0)])").result
         assert "image/png" in shell.display_formatter.format(figure)[0]
     """
-    subprocess.run([sys.executable, "-W", "error", "-c", textwrap.dedent(code)], check=True, cwd=tmp_path)
+    (tmp_path / "notebook.py").write_text(textwrap.dedent(code))
+    launch(0, run_script, str(tmp_path / "notebook.py"))

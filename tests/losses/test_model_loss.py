@@ -234,6 +234,7 @@ def ranks_of_which_one_has_no_labels():
     dist.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_a_rank_without_labels_does_not_count():
     launch(2, ranks_of_which_one_has_no_labels)
 

@@ -33,6 +33,7 @@ class Order(torch.utils.data.Sampler):
         return iter(self.loader.indices(ll.TrainState(epoch=self.epoch)).tolist())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning")
 def test_both_scripts_train_alike(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

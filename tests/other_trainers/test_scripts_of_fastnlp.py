@@ -109,6 +109,7 @@ def test_the_dist_trainers_loop_trains_as_a_raw_loop(tmp_path, monkeypatch):
     assert [row["step"] for row in rows if "dev/acc" in row] == [22, 44, 66]
 
 
+@pytest.mark.slow
 def test_the_dist_trainers_loop_trains_on_two_ranks_as_on_one(tmp_path, monkeypatch):
     setup, _, ours = DIST_TRAINER
     script = setup + shortened(ours, 30, to=1)

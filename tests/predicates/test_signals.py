@@ -1,26 +1,26 @@
 """Signals as predicates: real signals in real processes, and a plain model of who is told what."""
 
 import gc
+import os
 import re
 import signal
-import subprocess
 import sys
 import textwrap
+import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+from multiprocessing import get_context
 from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from ranks import launch, run_script
-from shared import mean_square
+from ranks import be_rank, launch, run_script
+from shared import examples, mean_square
 
 import looplib as ll
 from looplib.predicates import after_signal
 
-ROOT = Path(__file__).parents[2]
 STATE = ll.TrainState()
 
 
@@ -32,19 +32,6 @@ def no_predicate_is_left():
     gc.unfreeze()
     handlers = [signal.getsignal(number) for number in signal.valid_signals()]
     assert not any(getattr(handler, "listeners", ()) for handler in handlers)
-
-
-def python(code, *args):
-    command = [sys.executable, "-u", "-c", textwrap.dedent(code), *map(str, args)]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, cwd=ROOT)
-
-
-def read_until(process, text):
-    for line in process.stdout:
-        if text in line:
-            return
-    pytest.fail(f"{text!r} never came; {process.stderr.read()}")
 
 
 # The predicate
@@ -91,7 +78,7 @@ steps = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 @given(st.lists(steps, max_size=20))
 @example([("open",), ("open",), ("close", 0), ("signal",), ("close", 0), ("signal",)])
 @example([("open",), ("signal",), ("wait", 2.5), ("open",), ("signal",), ("wait", 2.5), ("signal",), ("signal",)])
@@ -136,50 +123,50 @@ def test_it_is_made_in_the_main_thread_and_asked_in_any():
         assert helper.submit(stop_now, STATE).result()
 
 
+def sleep():
+    while True:  # a signal that comes just before a sleep does not wake it
+        time.sleep(0.01)
+
+
+def without(started):
+    started.set()
+    sleep()
+
+
+def with_its_own(started):
+    stop_now = after_signal(signal.SIGTERM)
+    started.set()
+    while not stop_now(STATE):
+        time.sleep(0.01)
+    sys.exit(3)
+
+
+def hanging(started):
+    now = 0.0
+    time.monotonic = lambda: now
+    with after_signal(signal.SIGTERM):
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)  # the same, sent twice
+        now = 1000.0
+        started.set()
+        sleep()
+
+
+def forks():
+    stop_now = after_signal(signal.SIGTERM)
+    fork = get_context("fork")
+    for target in (without, with_its_own, hanging):
+        started = fork.Event()
+        process = fork.Process(target=target, args=(started,))
+        process.start()
+        started.wait()
+        process.terminate()
+        process.join()
+        print(process.exitcode, stop_now(STATE))
+
+
 def test_forked_processes_end_as_they_did_before_or_by_a_second_signal_if_they_hang():
-    code = """
-        import multiprocessing, signal, sys, time
-        import looplib as ll
-        from looplib.predicates import after_signal
-
-        def sleep():
-            while True:  # a signal that comes just before a sleep does not wake it
-                time.sleep(0.01)
-
-        def without(started):
-            started.set()
-            sleep()
-
-        def with_its_own(started):
-            stop_now = after_signal(signal.SIGTERM)
-            started.set()
-            while not stop_now(ll.TrainState()):
-                time.sleep(0.01)
-            sys.exit(3)
-
-        def hanging(started):
-            now = 0.0
-            time.monotonic = lambda: now
-            stop_now = after_signal(signal.SIGTERM)
-            signal.raise_signal(signal.SIGTERM)
-            signal.raise_signal(signal.SIGTERM)  # the same, sent twice
-            now = 1000.0
-            started.set()
-            sleep()
-
-        stop_now = after_signal(signal.SIGTERM)
-        fork = multiprocessing.get_context("fork")
-        for target in (without, with_its_own, hanging):
-            started = fork.Event()
-            process = fork.Process(target=target, args=(started,))
-            process.start()
-            started.wait()
-            process.terminate()
-            process.join()
-            print(process.exitcode, stop_now(ll.TrainState()))
-    """
-    out, error = python(code).communicate(timeout=300)
-    assert out == "-15 False\n3 False\n-15 False\n", error
+    assert launch(0, forks) == "-15 False\n3 False\n-15 False\n"
 
 
 # In loops
@@ -225,7 +212,7 @@ def test_loops_and_donated_steps_pass_signals_on(monkeypatch, made, closed):
 
 
 RUN = """
-    import signal, sys
+    import signal, sys, time
     import torch
     import looplib as ll
 
@@ -239,17 +226,18 @@ RUN = """
         done = ll.after_steps(30) | ll.after_signal(signal.SIGTERM, signal.SIGUSR1)
         ckpt = ll.checkpoint_io(folder)
         state = ckpt.restore(ll.init_state(model, optimizer, loader=loader), quiet=True)
-        print("from", state.step)
+        print("from", state.step, flush=True)
         while not done(state):
             for batch in loader(state):
                 if str(state.step) == wait_at:
-                    print("ready")
-                    sys.stdin.readline()
+                    print("ready", flush=True)
+                    while not done(state):
+                        time.sleep(0.001)
                 state, _ = train_step(state, batch)
                 if done(state):
                     break
         ckpt.save(state)
-        print("left at", state.step, *[float(p.double().sum()).hex() for p in state.params.values()])
+        print("left at", state.step, *[float(p.detach().double().sum()).hex() for p in state.params.values()])
 
     main(*sys.argv[1:3])
     main(*sys.argv[3:]) if sys.argv[3:] else None
@@ -257,12 +245,21 @@ RUN = """
 
 
 def test_a_process_told_to_end_saves_and_continues_to_the_same_bits(tmp_path):
-    told = python(RUN, tmp_path / "told", "3")
-    read_until(told, "ready")
-    told.send_signal(signal.SIGTERM)
-    out, error = told.communicate("\n", timeout=300)
-    assert out.startswith("left at 4 "), error  # the batch at hand was finished, and no other begun
     (tmp_path / "run.py").write_text(textwrap.dedent(RUN))
+    (tmp_path / "printed").mkdir()
+    printed = tmp_path / "printed/00000"
+    arguments = run_script, (str(tmp_path / "run.py"), str(tmp_path / "told"), "3")
+    told = get_context("forkserver").Process(
+        target=be_rank, args=(0, str(tmp_path / "printed"), {"WORLD_SIZE": "0"}, *arguments)
+    )
+    told.start()
+    while told.is_alive() and not (printed.exists() and "ready" in printed.read_text()):
+        time.sleep(0.001)
+    os.kill(told.pid, signal.SIGTERM)
+    told.join(300)
+    out = printed.read_text()
+    assert told.exitcode == 0, out
+    assert out.startswith("from 0\nready\nleft at 4 "), out  # the batch at hand was finished, and no other begun
     out = launch(0, run_script, *map(str, (tmp_path / "run.py", tmp_path / "told", "", tmp_path / "whole")))
     resumed, whole = re.findall("^left at 30 .*$", out, re.MULTILINE)
     assert out.startswith("from 4\n"), out

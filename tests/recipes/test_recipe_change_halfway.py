@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from shared import equal
@@ -77,12 +78,11 @@ def stopped(folder, calls):
         hook.remove()
 
 
-def test_it_has_the_bits_of_a_plain_loop_whether_it_is_stopped_before_or_after_the_change(tmp_path):
+# Often: at step 5, at 40 with the head just untied, and at 47.
+@pytest.mark.parametrize("runs", [{"often": (6, 36, 8)}, {"never": (), "often": (6, 36, 8)}], ids=["often", "both"])
+def test_it_has_the_bits_of_a_plain_loop_whether_it_is_stopped_before_or_after_the_change(tmp_path, runs):
     expected = plain_loop()
-    for name, stops in (
-        ("never", ()),
-        ("often", (6, 36, 8)),
-    ):  # at step 5, at 40 with the head just untied, and at 47
+    for name, stops in runs.items():
         for calls in stops:
             stopped(tmp_path / name, calls)
         load("change_halfway").main(**SMALL, directory=str(tmp_path / name))
@@ -91,6 +91,8 @@ def test_it_has_the_bits_of_a_plain_loop_whether_it_is_stopped_before_or_after_t
         found = {path.removeprefix("/params/"): each for path, each in weights.items() if path.startswith("/params/")}
         assert equal(found, expected)
         assert not torch.equal(found["head.weight"], found["bytes.weight"])
-    columns = [ll.log.read_columns(tmp_path / name / "log.jsonl") for name in ("never", "often")]
-    assert columns[0]["step"] == columns[1]["step"] == [20, 40, 60]
-    assert columns[0]["train/loss"] == columns[1]["train/loss"]
+    first, *others = (ll.log.read_columns(tmp_path / name / "log.jsonl") for name in runs)
+    assert first["step"] == [20, 40, 60]
+    for columns in others:
+        assert columns["step"] == first["step"]
+        assert columns["train/loss"] == first["train/loss"]

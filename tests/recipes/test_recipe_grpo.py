@@ -124,6 +124,7 @@ def test_the_ratio_of_the_first_update_is_one_for_any_microbatches(microbatches)
     assert found["clipped"] == 0
 
 
+@pytest.mark.slow
 def test_the_run_prints_a_first_ratio_of_one(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(recipe, "reward", even)
     recipe.main(**SETTINGS | {"width": 16}, warmup_epochs=1, directory=str(tmp_path))

@@ -97,6 +97,7 @@ MESH = {"steps": 6, "batch_size": 32, "length": 32, "width": 16, "depth": 1, "he
 MESH |= {"eval_every": 10, "log_every": 1, "dtype": "float64"}
 
 
+@pytest.mark.slow
 def test_a_model_on_two_ranks_of_tensors_trains_as_in_one_process(tmp_path):
     shown = launch(2, stopped, "mesh", MESH | {"directory": str(tmp_path / "two")}, 0)
     assert "ranks that divide the data: 1; step 0 of 6" in shown

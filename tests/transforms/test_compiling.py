@@ -11,7 +11,6 @@ import weakref
 import numpy as np
 import pytest
 import torch
-import torch._inductor.compile_fx
 import torch.nn.functional as F
 from shared import SGD, both_steps, make_train_step
 from shared import mean_square as squares
@@ -130,7 +129,7 @@ def test_other_classes_of_torch_are_refused_by_name():
     classes = {cls for cls in vars(optim).values() if isinstance(cls, type) and issubclass(cls, optim.Optimizer)}
     others = classes - {cls for cls, *_ in OPTIMIZERS.values()} - {optim.Optimizer, optim.Muon}
     assert {cls.__name__ for cls in others} == {"ASGD", "Adafactor", "LBFGS", "RAdam", "Rprop", "SparseAdam"}
-    model = net()
+    model = nn.Linear(4, 3).double()
     for optimizer in (ll.optimizer(cls, lr=0.1) for cls in others - {optim.SparseAdam}):
         step = ll.compile_step(ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer), **QUICK)
         (name,) = optimizer.description
@@ -263,14 +262,16 @@ def test_machine_code_of_every_optimizer_and_wrapper(name, donate):
 @pytest.fixture
 def handed(monkeypatch):
     """The graphs that Inductor is given."""
-    graphs, plain = [], torch._inductor.compile_fx.compile_fx
+    from torch._inductor import compile_fx
+
+    graphs, plain = [], compile_fx.compile_fx
 
     def counting(graph, *args, **options):
         if "config_patches" in options:  # it calls itself when it has set these
             graphs.append(graph)
         return plain(graph, *args, **options)
 
-    monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", counting)
+    monkeypatch.setattr(compile_fx, "compile_fx", counting)
     return graphs
 
 
@@ -323,9 +324,12 @@ def test_a_state_whose_layout_changes_with_the_first_update(donate):
 
 
 def test_many_compilations_are_warned_of():
-    step, state, _, _ = quick_step(optimizer=SGD, model=nn.Linear(4, 3).double())
+    model = nn.Linear(4, 3).double()
+    step, state = ll.compile_step(ll.make_eval_step(model, loss_fn), **QUICK), ll.init_state(model)
+    for size in range(2, 17):
+        step(state, batches(1, size=size)[0])
     with pytest.warns(UserWarning, match="compiled 16 times.*pad batches"):
-        train(step, state, [batches(1, size=size)[0] for size in range(2, 18)])
+        step(state, batches(1, size=17)[0])
 
 
 def test_numbers_and_strings_of_a_batch_belong_to_its_shape():

@@ -115,21 +115,21 @@ def test_each_member_follows_its_own_run_in_the_memory_of_one_base(way, tmp_path
     expected = base_and_members(model)
     assert held(stack) == expected < 0.5 * size(stack)
     ckpt, losses = ll.checkpoint_io(tmp_path), []
-    for number in range(50):
-        if number == 20:
+    for number in range(20):
+        if number == 8:
             ckpt.save(stack)
             assert expected < ckpt.latest().bytes < 1.2 * expected
             stack = ckpt.restore(step_and_stack(model)[1])
-        if number == 30:
+        if number == 12:
             stack = ll.copy_state(stack)
-        if number == 40:
+        if number == 16:
             stack = stack_states(unstack_states(stack))
         stack, metrics = step(stack, batch_of(number))
         losses.append([values["loss"] for values in compute_members(metrics)])
         assert held(stack) == expected
     assert step.compiler.compilations == 1
     for number, (member, lr) in enumerate(zip(unstack_states(stack), RATES, strict=True)):
-        alone, of_one = raw_loop(model, number, lr, 50)
+        alone, of_one = raw_loop(model, number, lr, 20)
         torch.testing.assert_close([row[number] for row in losses], of_one, rtol=0, atol=1e-12)
         for name, tensor in {**dict(alone.named_parameters()), **dict(alone.named_buffers())}.items():
             found = {**member.params, **member.buffers}[name]
@@ -231,7 +231,7 @@ def test_evaluation_and_prediction_take_shared_parameters():
 def language_model():
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=23, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2
+        vocab_size=23, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2
     )
     lora = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"])
     with warnings.catch_warnings():
@@ -245,7 +245,7 @@ def tokens(step):
 
 
 def test_members_of_peft_follow_their_own_runs_and_go_out_as_adapters_that_peft_loads(tmp_path):
-    model, steps = language_model(), 50
+    model, steps = language_model(), 12
     optimizer = adamw(per_member(RATES))
     step = ll.vmap_step(ll.make_train_step(ll.make_grad_fn(model, ll.losses.model_loss), optimizer, donate=True))
     start = ll.init_state(model, optimizer)

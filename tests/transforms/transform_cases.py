@@ -151,7 +151,7 @@ def next_token(model, x):
 
 def tokens(count=3):
     generator = torch.Generator().manual_seed(0)
-    return [torch.randint(0, 11, (4, 7), generator=generator) for _ in range(count)]
+    return [torch.randint(0, 11, (4, 4), generator=generator) for _ in range(count)]
 
 
 def pictures():
