@@ -104,32 +104,32 @@ def base_and_members(model):
 
 
 WAYS = {"pure": {}, "donated": {"donate": True}, "compiled": {"donate": True, "compiled": True}}
-CASES = [pytest.param(way, marks=[pytest.mark.slow] if way == "compiled" else []) for way in WAYS]
+CASES = [("pure", 20), ("donated", 20)] + [pytest.param(way, 50, marks=pytest.mark.slow) for way in WAYS]
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize("way", CASES)
-def test_each_member_follows_its_own_run_in_the_memory_of_one_base(way, tmp_path):
+@pytest.mark.parametrize(("way", "steps"), CASES)
+def test_each_member_follows_its_own_run_in_the_memory_of_one_base(way, steps, tmp_path):
     model = made()
     step, stack = step_and_stack(model, **WAYS[way])
     expected = base_and_members(model)
     assert held(stack) == expected < 0.5 * size(stack)
     ckpt, losses = ll.checkpoint_io(tmp_path), []
-    for number in range(20):
-        if number == 8:
+    for number in range(steps):
+        if number == 2 * steps // 5:
             ckpt.save(stack)
             assert expected < ckpt.latest().bytes < 1.2 * expected
             stack = ckpt.restore(step_and_stack(model)[1])
-        if number == 12:
+        if number == 3 * steps // 5:
             stack = ll.copy_state(stack)
-        if number == 16:
+        if number == 4 * steps // 5:
             stack = stack_states(unstack_states(stack))
         stack, metrics = step(stack, batch_of(number))
         losses.append([values["loss"] for values in compute_members(metrics)])
         assert held(stack) == expected
     assert step.compiler.compilations == 1
     for number, (member, lr) in enumerate(zip(unstack_states(stack), RATES, strict=True)):
-        alone, of_one = raw_loop(model, number, lr, 20)
+        alone, of_one = raw_loop(model, number, lr, steps)
         torch.testing.assert_close([row[number] for row in losses], of_one, rtol=0, atol=1e-12)
         for name, tensor in {**dict(alone.named_parameters()), **dict(alone.named_buffers())}.items():
             found = {**member.params, **member.buffers}[name]
@@ -244,8 +244,9 @@ def tokens(step):
     return torch.randint(23, (2, 8), generator=torch.Generator().manual_seed(step))
 
 
-def test_members_of_peft_follow_their_own_runs_and_go_out_as_adapters_that_peft_loads(tmp_path):
-    model, steps = language_model(), 12
+@pytest.mark.parametrize("steps", [12, 50])
+def test_members_of_peft_follow_their_own_runs_and_go_out_as_adapters_that_peft_loads(tmp_path, steps):
+    model = language_model()
     optimizer = adamw(per_member(RATES))
     step = ll.vmap_step(ll.make_train_step(ll.make_grad_fn(model, ll.losses.model_loss), optimizer, donate=True))
     start = ll.init_state(model, optimizer)
