@@ -119,7 +119,10 @@ def test_schedules_and_predicates_read_as_code():
 
 def test_comments_say_what_code_does_not():
     assert repr(ll.make_loader(DATA, batch_size=3)).endswith("  # 3 batches")
-    assert "  # kernel: fused" in repr(ll.optimizer(AdamW, lr=0.1))
+    adamw = ll.optimizer(AdamW, lr=0.1)
+    clipped = ll.chain(ll.clip_by_global_norm(1.0), adamw)
+    for optimizer in (adamw, clipped, ll.optim.every(clipped, 2), ll.optim.own_steps(adamw)):
+        assert repr(optimizer).count("  # kernel: fused") == 1
 
 
 def test_an_optimizer_with_an_update_of_ones_own_does_not_claim_to_be_the_inner_one():
