@@ -159,6 +159,16 @@ EQUIVALENT: list[tuple[str, str, str]] = [
         "equality does not depend on the order",
     ),
     (
+        "looplib/metrics/_scores.py",
+        "return _mean(_errors(predictions, targets, weights), weights)",
+        "the absolute difference of two numbers is the same in either order",
+    ),
+    (
+        "looplib/checkpoint/_io.py",
+        "shown = min(os.path.relpath(path), str(path), key=len)",
+        "the shorter of two paths is the same in either order, and either will do",
+    ),
+    (
         "looplib/contrib/_find_lr.py",
         "width = max(width, 3)",
         "the larger of two numbers is the same in either order",

@@ -432,6 +432,17 @@ def test_a_handler_that_is_set_later_is_guarded_by_the_next_step():
         press()
 
 
+def test_a_compiled_step_guards_a_handler_that_was_set_since():
+    model, optimizer = nn.Linear(4, 3), ll.optimizer(torch.optim.SGD, lr=0.1)
+    grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).square().mean())
+    step = ll.compile_step(ll.make_train_step(grad_fn, optimizer, donate=True), backend="eager")
+    state, _ = step(ll.init_state(model, optimizer), torch.ones(2, 4))
+    signal.signal(signal.SIGINT, interrupt)
+    assert not guarded()
+    step(state, torch.ones(2, 4))
+    assert guarded()
+
+
 def test_an_evaluation_notices_a_handler_that_was_set_since():
     parts = Parts()
     parts.step(parts.state, parts.batches[0])

@@ -58,6 +58,9 @@ def test_the_first_batches_rates_and_a_bar_that_goes_away(capfd):
     shown = capfd.readouterr().err
     assert "e:" in shown
     assert shown.endswith("\r")  # the bar's line is blank again
+    for progress in (True, False):
+        assert evaluate_records(eval_step, state, batches, progress=progress)["count"].total == 9
+        assert ("evaluation:" in capfd.readouterr().err) is progress
 
 
 @both_steps
