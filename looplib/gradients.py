@@ -128,7 +128,8 @@ def make_grad_fn(
     **Looked for in the calls 1, 2, 4, 8, ...**, since looking takes longer than a small step:
 
     - Writes to parameters that torch does not count (`weight.data.clamp_()`), which a pure step refuses. Writes that begin
-      later change the state until the next of these calls names them.
+      later change the state until the next of these calls names them; so does the first write of a model above 1 GiB, of which
+      no copy is taken, unless its layer is known to write (`nn.Embedding(max_norm=...)`).
     - Checkpoints with `use_reentrant=True`. One that comes later is also noticed if a parameter has no gradient any more. If
       other layers use all of its weights too, gradients lack its part until the next of these calls: give `reentrant=True`
       from the beginning. A donated step that is refused for a checkpoint leaves its state as it was, since the graph is there

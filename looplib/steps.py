@@ -314,7 +314,8 @@ def make_eval_step(
     ['accuracy', 'loss']
 
     The module runs in eval mode and without gradients, with copies of the state's buffers and of parameters that its
-    forward pass writes (`nn.Embedding(max_norm=...)`, `weight.clamp_()`), so state and module are left unchanged.
+    forward pass writes (`nn.Embedding(max_norm=...)`, `weight.clamp_()`), so state and module are left unchanged. (In a model
+    above 1 GiB, a layer of your own that writes is named after its first write, since no copy of such a model is taken.)
 
     On several ranks, call it on all of them, most easily through `ll.evaluate`: DDP sends the buffers of BatchNorm in the
     forward pass and waits for every rank. For a validation on the first rank alone, call
