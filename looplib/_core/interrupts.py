@@ -47,9 +47,10 @@ waits = _Waits()
 
 
 def look() -> None:
-    """Let Python look for signals, which it does where a function begins: the last statement of a block that they wait for.
+    """Let Python look for signals, which it does where a function begins.
 
-    One that came during the statement before it, such as one that frees gradients, would else be handled right after the block.
+    A block during which signals wait ends with this call. A signal that came during the statement before, such as one that
+    frees gradients, would otherwise be handled right after the block.
     """
 
 

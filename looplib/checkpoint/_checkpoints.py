@@ -68,7 +68,7 @@ class Policy:
         return checkpoint.metrics.get(self.monitor, math.nan)  # type: ignore[arg-type]
 
     def best(self, checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
-        """The best of these checkpoints. Raises ValueError if no metric is monitored, or none of them has it but others."""
+        """The best of these checkpoints. Raises ValueError if no metric is monitored, or if they have other metrics alone."""
         check(self.monitor is not None, "there is no best without a metric: give checkpoint_io(..., monitor=...)")
         known = sorted({name for checkpoint in checkpoints for name in checkpoint.metrics})
         check(

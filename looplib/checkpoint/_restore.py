@@ -90,14 +90,16 @@ def _of_averages(template: TrainState) -> str:
     found = [
         "/".join(path)
         for path, (entry, start) in averages_in(template.opt_state, template.run.optimizer)
-        if entry["updates"] >= start  # else it begins with the weights of a later update
+        if (
+            entry["updates"] >= start
+        ).any()  # else it begins with the weights of a later update; one number for each member
     ]
+    if not found:
+        return ""
     return (
-        f"weights_only=True leaves the average of {few(found)} as it was, of the weights before the restore, and ll.eval_state "
-        "would take it. For the checkpoint's average, leave weights_only out; for one that begins at these weights, write "
-        "ll.state.fresh(ckpt.restore(ll.init_state(model), weights_only=True), optimizer, seed=0)"
-        if found
-        else ""
+        f"weights_only=True leaves the average of {few(found)} as it is, an average of the weights before the restore, which "
+        "ll.eval_state would take. For the checkpoint's average, leave weights_only out; for one that begins at these weights, "
+        "write ll.state.fresh(ckpt.restore(ll.init_state(model), weights_only=True), optimizer, seed=0)"
     )
 
 

@@ -117,7 +117,7 @@ def setup(
         get_error_handler().record_exception(error)
         raise
     finish_all()
-    together().barrier("data_parallel")
+    together().barrier("setup")
     _ranks.use(None)
     distributed.destroy_process_group()
     # A thread of gloo may still hold a tensor, and aborts the process if Python exits first.
@@ -211,8 +211,8 @@ def rank_zero_only(function: Callable[P, R]) -> Callable[P, R | None]:
 
     During the call, looplib's functions act as in a single process and wait for no other rank: `evaluate` reads all
     batches, `save` writes the state of this rank, and `reduce` returns its metrics. A model in DDP runs without sending
-    its buffers. looplib's own loggers write on the first rank alone without it. The rank is read at each call. All this is
-    so in the thread of the call, and not in threads that the function starts.
+    its buffers. looplib's own loggers write on the first rank alone without it. The rank is read at each call. This
+    holds for the thread of the call, and not for threads that the function starts.
 
     Args:
         function: a function without collective calls of torch, which would wait for the other ranks.

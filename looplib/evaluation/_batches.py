@@ -178,7 +178,7 @@ def _in_turn(batches: Iterator[Any], rank: int, ranks: int) -> Iterator[tuple[An
 def _together(batches: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
     """For ranks with their own batches and a sharded model: one that runs out repeats its last batch until all end."""
     last: Any = _END
-    while together().barrier("evaluate", (batch := next(batches, _END)) is not _END):
+    while together().barrier("the next batch", (batch := next(batches, _END)) is not _END):
         if batch is _END and last is _END:
             raise ValueError(
                 f"rank {rank()} has no batch at all, and others have: with divide=False give each rank at least one "

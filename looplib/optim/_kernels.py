@@ -6,7 +6,7 @@ correct only if all of these are dense, do not overlap themselves, and share the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
@@ -96,11 +96,10 @@ def check_entries(part: Part, params: Params, states: Mapping[str, Mapping[str, 
             raise ValueError(
                 f"opt_state has {', '.join(row)} for {name}, and {', '.join(keys)} for {part.names[0]}: {_REMEDY}"
             )
-    kinds = _kinds(
-        [*map(params.__getitem__, part.names)]
-    )  # compared list by list, which is quick for many parameters
+    # Compared list by list, which is quick for many parameters.
+    kinds = kinds_of([*map(params.__getitem__, part.names)])
     for key in keys:
-        if key not in _NUMBERS and _kinds([row[key] for row in rows]) != kinds:
+        if key not in _NUMBERS and kinds_of([row[key] for row in rows]) != kinds:
             _refuse_entries(key, part.names, params, states)
     if asked and columns_of(part.names, params, params, states) is None:
         raise ValueError(
@@ -109,8 +108,9 @@ def check_entries(part: Part, params: Params, states: Mapping[str, Mapping[str, 
         )
 
 
-def _kinds(tensors: Sequence[Tensor]) -> tuple[list[Any], ...]:
-    return [*map(shape_of, tensors)], [*map(dtype_of, tensors)], [*map(device_of, tensors)]
+def kinds_of(tensors: Collection[Tensor]) -> tuple[list[Any], list[Any], list[Any]]:
+    """Shapes, dtypes and devices of tensors."""
+    return [*map(shape_of, tensors)], [*map(_dtype, tensors)], [*map(_device, tensors)]
 
 
 def _refuse_entries(key: str, names: Iterable[str], params: Params, states: Mapping[str, Mapping[str, Any]]) -> None:
@@ -126,7 +126,7 @@ def _refuse_entries(key: str, names: Iterable[str], params: Params, states: Mapp
 
 _REMEDY = "make a new one with optimizer.init(params), or change it together with the parameters"
 _NUMBERS = {"step", "mu_product"}  # entries that are one number
-shape_of, dtype_of, device_of = attrgetter("shape"), attrgetter("dtype"), attrgetter("device")
+shape_of, _dtype, _device = attrgetter("shape"), attrgetter("dtype"), attrgetter("device")
 _is_dense = torch.ops.aten.is_non_overlapping_and_dense.default
 is_sparse = attrgetter("is_sparse")
 

@@ -28,12 +28,10 @@ from looplib._core.torch_private import pytree
 from looplib.optim._kernels import (
     check_entries,
     columns_of,
-    device_of,
-    dtype_of,
     is_sparse,
+    kinds_of,
     laid_out_like,
     parts_of,
-    shape_of,
 )
 from looplib.optim._lbfgs import first_state_of_lbfgs, lbfgs_update
 from looplib.optim._recipe import Recipe, check_by_kind, inject, restored_grads
@@ -106,7 +104,7 @@ def plan_for(plans: list[Plan], recipe: Recipe, params: Params, names: Iterable[
     # be sharded or not, in different ways, and their kernels differ.
     plain = PLAIN.issuperset(map(type, tensors))
     special = [] if plain else [getattr(tensor, "placements", type(tensor)) for tensor in tensors]
-    key = names, [*map(dtype_of, tensors)], [*map(shape_of, tensors)], [*map(device_of, tensors)], special
+    key = names, kinds_of(tensors), special
     for plan in plans:
         if plan.key == key:
             return plan
@@ -202,10 +200,9 @@ def transform(
             raise wrong_state(opt_state, recipe.cls.__name__, expected)
     for part in plan.parts if recipe.has_plain_entries else ():
         check_entries(part, params, states, part.kernel and plan.values[part.group].get("fused"))
-    names, dtypes, shapes, *_ = plan.key
-    gradients = grads.values()
-    known = [*grads] == names and [*map(dtype_of, gradients)] == dtypes and [*map(shape_of, gradients)] == shapes
-    if not known or any(map(is_sparse, gradients)) or recipe.cls is torch.optim.SparseAdam:
+    names, kinds, _ = plan.key
+    known = [*grads] == names and kinds_of(grads.values()) == kinds
+    if not known or any(map(is_sparse, grads.values())) or recipe.cls is torch.optim.SparseAdam:
         _check_grads(recipe, grads, params)
         if not recipe.is_torch_optim:
             _check_sparse(plan, grads, params)

@@ -396,13 +396,20 @@ def test_weights_alone_leave_an_average_of_other_weights_behind_and_say_so(tmp_p
     ckpt = ll.checkpoint_io(tmp_path)
     ckpt.save(ll.init_state(net(5), optimizer))
     name = part[0] if isinstance(part, tuple) else "ema"
-    with pytest.warns(UserWarning, match=f"the average of {name} as it was.*ll.state.fresh"):
+    with pytest.warns(UserWarning, match=f"the average of {name} as it is.*ll.state.fresh"):
         left = ckpt.restore(ll.init_state(net(1), optimizer), weights_only=True)
     assert torch.equal(ll.optim.average(optimizer, left)["0.weight"], net(1)[0].weight)
     # What the warning says to write
     weights = ckpt.restore(ll.init_state(net(1)), weights_only=True)
     for state in (ll.state.fresh(weights, optimizer, seed=0), ckpt.restore(ll.init_state(net(1), optimizer))):
         assert torch.equal(ll.optim.average(optimizer, state)["0.weight"], net(5)[0].weight)
+    later = ll.chain(ll.optimizer(torch.optim.SGD, lr=0.1), ll.ema(0.9, start=1))
+    ckpt.restore(ll.init_state(net(1), later), weights_only=True)  # begins after the next update, so without a warning
+    members = ll.checkpoint_io(tmp_path / "members")
+    stack = ll.transforms.stack_states([ll.init_state(net(seed), optimizer, seed=seed) for seed in (1, 2)])
+    members.save(stack)
+    with pytest.warns(UserWarning, match=f"the average of {name} as it is"):
+        members.restore(stack, weights_only=True)
     with pytest.raises(ValueError, match=r"For the weights alone: ckpt\.restore.*weights_only=True"):
         ckpt.restore(ll.init_state(net(1)))
 
