@@ -404,7 +404,9 @@ def test_weights_alone_leave_an_average_of_other_weights_behind_and_say_so(tmp_p
     for state in (ll.state.fresh(weights, optimizer, seed=0), ckpt.restore(ll.init_state(net(1), optimizer))):
         assert torch.equal(ll.optim.average(optimizer, state)["0.weight"], net(5)[0].weight)
     later = ll.chain(ll.optimizer(torch.optim.SGD, lr=0.1), ll.ema(0.9, start=1))
-    ckpt.restore(ll.init_state(net(1), later), weights_only=True)  # begins after the next update, so without a warning
+    ckpt.restore(
+        ll.init_state(net(1), later), weights_only=True
+    )  # begins after the next update, so without a warning
     members = ll.checkpoint_io(tmp_path / "members")
     stack = ll.transforms.stack_states([ll.init_state(net(seed), optimizer, seed=seed) for seed in (1, 2)])
     members.save(stack)
