@@ -48,6 +48,7 @@ def token_batches(count):
 
 
 @one_report
+@pytest.mark.slow
 @each_kind
 @pytest.mark.parametrize("microbatches", [1, 4])
 def test_the_weight_of_a_loss_may_be_a_buffer_that_the_forward_pass_writes(kind, microbatches):
@@ -90,6 +91,7 @@ UPDATES = {
 
 
 @one_report
+@pytest.mark.slow
 @each_kind
 @pytest.mark.parametrize("how", UPDATES)
 def test_a_functional_update_may_return_parameters_in_other_places(how, kind):

@@ -125,6 +125,7 @@ def options_for(tmp_path, *names):
     return argparse.Namespace(out=out, seconds=150.0, only=list(names), dry_run=False, no_pages=False)
 
 
+@pytest.mark.slow
 def test_a_script_that_fails_or_hangs_does_not_stop_the_others(every, monkeypatch, tmp_path):
     monkeypatch.setattr(every, "SHARES", {"broken": 1.0, "hangs": 1.0, "good": 100.0})
     options = options_for(tmp_path, "broken", "hangs", "good")

@@ -972,13 +972,20 @@ HOLDS = {
 }
 
 
-COMPILED = "Compile the step 1"  # by Inductor, which takes ten seconds
+TAKE_SECONDS = {  # so the full suite alone runs them
+    "Compile the step 1",
+    "Find which samples made a loss (data attribution, influence) 1",
+    "Plot members of a sweep, colored by their learning rate 1",
+    "Take gradients of hyperparameters 1",
+    "Train many adapters on one frozen model 1",
+    "Train several seeds in one step 1",
+}
 
 
 @pytest.mark.every_case
 @pytest.mark.parametrize(
     "task",
-    [*(task for task in TASKS if task != COMPILED), pytest.param(COMPILED, marks=pytest.mark.slow)],
+    [pytest.param(task, marks=[pytest.mark.slow] if task in TAKE_SECONDS else []) for task in TASKS],
     indirect=True,
 )
 def test_the_block_does_its_task(task, tmp_path, monkeypatch):

@@ -59,6 +59,7 @@ def test_a_run_on_two_three_and_one_processes():
     assert state.epoch == 1
 
 
+@pytest.mark.slow
 def test_the_samples_that_a_resumed_run_reads():
     for buffer, *expected in rows("Shuffle files that are read forward", "`buffer`"):
         buffer, read = int(buffer.replace(",", "")), []

@@ -72,6 +72,7 @@ def trained(model):
     return {name: tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_the_gradient_of_packed_rows_is_that_of_the_padded_batch(page, attention):
     names = adapted(page, attention)
@@ -133,6 +134,7 @@ def perplexity(model, samples):
     return math.exp(sum(map(operator.mul, losses, counts)) / sum(counts))
 
 
+@pytest.mark.slow
 def test_the_files_are_the_model_of_the_loop_with_its_perplexity(page):
     names, folder = page
     for model in loaded(folder):
@@ -142,6 +144,7 @@ def test_the_files_are_the_model_of_the_loop_with_its_perplexity(page):
     assert (folder / "adapter/adapter_model.safetensors").stat().st_size < 2e5
 
 
+@pytest.mark.slow
 def test_what_is_written_is_what_the_loaded_model_generates(page):
     names, folder = page
     adapter, merged = loaded(folder)

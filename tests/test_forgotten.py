@@ -194,6 +194,7 @@ def test_a_scripted_module_trains_without_the_warning():
     run.model.state_dict()
 
 
+@pytest.mark.slow
 def test_a_module_of_a_pure_run_is_copied_and_pickled_as_any_other():
     run = Run()
     run.train()

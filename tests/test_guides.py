@@ -225,6 +225,7 @@ def test_the_raw_script_shuffles_as_in_its_first_epoch_when_it_is_started_again(
     assert orders[4] == orders[0] != orders[1]
 
 
+@pytest.mark.slow
 def test_the_raw_script_with_looplibs_checkpoints_continues_as_an_unbroken_run(tmp_path):
     head, loop = RAW.split("for epoch in range(first, 10):\n")
     head = head.partition("first = 0\n")[0].replace("import os\n", "import looplib as ll\n")

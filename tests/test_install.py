@@ -53,6 +53,7 @@ def test_mypy_sees_the_types_of_an_editable_install(python, tmp_path):
     ], said
 
 
+@pytest.mark.slow
 def test_a_script_in_the_folder_above_the_clone_imports_the_package(python):
     above = python.parents[2]
     (above / "train.py").write_text("import looplib as ll\n\nprint(ll.TrainState(step=7).step, ll.__file__)\n")

@@ -10,6 +10,7 @@ import types
 from collections import Counter
 from pathlib import Path
 
+import pytest
 from public import public_names
 
 import looplib as ll
@@ -158,6 +159,7 @@ for again in range(2):
 """
 
 
+@pytest.mark.slow
 def test_importing_looplib_changes_nothing_and_imports_little_beyond_torch():
     """In one process; at the end, once more without its modules."""
     out = subprocess.run([sys.executable, "-c", IMPORT], capture_output=True, text=True, cwd=ROOT)

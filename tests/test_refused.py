@@ -198,6 +198,7 @@ def on_two_ranks(rows, folder):
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_the_lines_about_ranks(tmp_path):
     rows = [row[1:] for row in ROWS if row[0] == "Ranks"]
     assert launch(2, on_two_ranks, rows, str(tmp_path)).count("all refused") == 2

@@ -221,6 +221,7 @@ def lives(folder, until, first):
         life(Path(folder) / family, until, family=family, first=first, every=False, **mode)
 
 
+@pytest.mark.slow
 def test_each_kind_of_run_continues_in_another_process(tmp_path):
     lives(tmp_path, 4, True)  # in the middle of an epoch, and of the next one
     launch(0, strict, lives, str(tmp_path), 9, False)

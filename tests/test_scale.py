@@ -214,7 +214,7 @@ def sent_by(folder):
     return json.loads((folder / "sent.json").read_text())
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[pytest.param(ranks, marks=pytest.mark.slow) for ranks in (2, 4)])
 def counted(request, tmp_path_factory):
     """Number of ranks, and the bytes that each of them sends, by sender."""
     ranks = request.param

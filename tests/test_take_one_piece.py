@@ -201,6 +201,7 @@ def killed_at(stop, block):
     return block.replace(save, f"{save}        if run['step'] == {stop}:\n            os._exit(0)\n")
 
 
+@pytest.mark.slow
 def test_a_script_that_is_killed_twice_ends_like_a_plain_loop(tmp_path):
     for workers, stop in (0, 5), (2, 8), (0, 99):
         launch(0, script, tmp_path, workers, stop, RESUME)
@@ -236,6 +237,7 @@ def test_the_best_weights_are_loaded_alone(loops):
     assert scores["loss"] == best.metrics["eval/loss"]
 
 
+@pytest.mark.slow
 def test_an_average_of_a_killed_script_is_that_of_torchs_averaged_model(tmp_path):
     for workers, stop in (0, 5), (0, 8), (0, 99):
         launch(0, script, tmp_path, workers, stop, AVERAGE)

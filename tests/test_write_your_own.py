@@ -114,6 +114,7 @@ def test_it_is_the_loop_by_hand(donate, compiled):
     check(state, optimizer, largest)
 
 
+@pytest.mark.slow
 def test_each_member_of_a_stack_is_the_loop_by_hand():
     model = net()
     step, optimizer = OWN["make_step"](model, loss_fn)

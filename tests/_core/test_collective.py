@@ -94,5 +94,6 @@ def two_ranks():
         ll.distributed.check_replicas(state)  # the next call of all ranks meets again
 
 
+@pytest.mark.slow
 def test_an_error_of_one_rank_is_raised_on_all():
     launch(2, two_ranks)

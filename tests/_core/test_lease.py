@@ -294,6 +294,7 @@ KEPT = {
 
 
 @one_report
+@pytest.mark.slow
 @pytest.mark.parametrize("started", [True, False])
 @pytest.mark.parametrize("keep", KEPT.values(), ids=KEPT)
 @each_kind

@@ -420,6 +420,7 @@ def folder(tmp_path, tmp_path_factory):
     return shutil.copytree(made, tmp_path / "ranks", symlinks=True)
 
 
+@pytest.mark.slow
 def test_of_four_into_one(folder):
     reference = torch.load(folder / "full.pt")
     for source in ("sharded-False", "sharded-True"):
@@ -432,6 +433,7 @@ def test_of_four_into_one(folder):
             assert found.extra["best"] == 0.5
 
 
+@pytest.mark.slow
 def test_of_four_into_two_and_of_one_into_two(folder):
     reference = torch.load(folder / "full.pt")
     state = ll.checkpoint_io(folder / "sharded-False").restore(state_of(net(5)))
@@ -449,10 +451,12 @@ def test_every_shape_over_every_mesh(tmp_path):
     launch_script(4, SHAPES, tmp_path)
 
 
+@pytest.mark.slow
 def test_of_four_into_one_rank_that_is_sharded_and_back(folder):
     launch_script(1, ONE, folder)
 
 
+@pytest.mark.slow
 def test_safetensors_reads_the_shards_and_a_part_that_nobody_wrote_is_missed(folder, tmp_path):
     path = shutil.copytree(folder / "sharded-False" / "step-00000003", tmp_path / "step-00000003")
     found = ll.checkpoint_io(tmp_path).restore(state_of(net(5)))

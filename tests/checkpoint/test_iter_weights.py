@@ -299,5 +299,6 @@ def on_two_ranks(folder):
     distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_ranks_gather_one_tensor_at_a_time(tmp_path):
     launch(2, on_two_ranks, tmp_path)

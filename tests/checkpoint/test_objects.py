@@ -20,6 +20,7 @@ import looplib as ll
 RAW_LOOPS = Path(__file__).parents[1] / "raw_loops.py"
 
 
+@pytest.mark.slow
 def test_a_resume_in_a_new_process_has_the_bits_of_an_unbroken_loop(tmp_path):
     unbroken = {}
     for case in CASES:

@@ -2,6 +2,7 @@
 
 import textwrap
 
+import pytest
 from ranks import launch, run_script
 
 COMMON = """
@@ -161,6 +162,7 @@ for saved in ("ddp", "fsdp"):
 """
 
 
+@pytest.mark.slow
 def test_ranks_resume_with_what_they_share_and_what_each_has_of_its_own(tmp_path):
     launch_script(2, TWO, tmp_path)
     launch_script(1, OTHER, tmp_path)

@@ -232,6 +232,7 @@ OTHER_PARTS = [  # the update without the part and with it, and where its state 
 
 
 @one_report
+@pytest.mark.slow
 @both_states
 @pytest.mark.parametrize("is_new", [True, False], ids=["new", "gone"])
 @pytest.mark.parametrize(("plain", "longer", "path"), OTHER_PARTS, ids=["/".join(each[2]) for each in OTHER_PARTS])

@@ -55,6 +55,7 @@ def unbroken(tmp_path_factory):
     return lines_of
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @given(
     stops=st.lists(st.integers(1, EPOCHS * 20), max_size=2),

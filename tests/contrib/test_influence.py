@@ -69,6 +69,7 @@ class Run:
             state = ll.state.end_epoch(state) if state.epoch_length is None else state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize(
     ("loss_fn", "options"),
@@ -154,6 +155,7 @@ def peak_of(run, steps):
     return live.peak
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "steps"),
     [

@@ -367,6 +367,7 @@ class Recurrent(nn.Module):
         return self.head(self.cell(x)[0][:, -1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 def test_recurrent_layers_have_the_gradients_of_each_sample_in_every_kind_of_step(kind):
     batch = (torch.randn(4, 2, 5).double(), torch.tensor([0, 1, 2, 0]))

@@ -93,6 +93,7 @@ def train_all(folder, when):
             pass
 
 
+@pytest.mark.slow
 def test_a_restarted_run_ends_the_epoch_and_goes_on_with_the_bits_of_an_unbroken_run(tmp_path):
     train_all(tmp_path, "after the last batch")  # all loops, which continue in a new process
     assert not list(tmp_path.glob("*.pt"))

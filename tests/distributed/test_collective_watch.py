@@ -103,6 +103,7 @@ def in_different_calls(folder, other, asked):
         raise SystemExit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", [True, False])
 @pytest.mark.parametrize("other", ["after_signal", "every_seconds", "evaluate"])
 def test_when_torchs_timeout_ends_the_wait_the_error_of_each_rank_names_its_own_call(tmp_path, other, asked):
@@ -122,6 +123,7 @@ def a_peer_that_ends(seconds):
         os._exit(0)
 
 
+@pytest.mark.slow
 @pytest.mark.every_case
 @pytest.mark.parametrize("seconds", [0.3, 100])
 def test_the_error_about_a_peer_that_has_ended_points_to_its_output(seconds):

@@ -334,6 +334,7 @@ with ll.distributed.setup():
 
 
 # Clipping and decisions meet the ranks; other classes and options of torch's optimizers run in the full suite.
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [("clip_by_norm", "norm 1", "ema", "every", "groups"), ()], ids=["some", "all"])
 def test_every_update_is_the_same_with_each_engine(tmp_path, names):
     assert launch(tmp_path, 2, UPDATES, *names) == "all alike; 2 masks\n"

@@ -5,6 +5,7 @@ import os
 import signal
 
 import cookbook
+import pytest
 import torch
 from ranks import be_rank, launch
 from torch import distributed
@@ -120,6 +121,7 @@ def one_of_three(port, number, folder):
     torch.save(([each[:3] for each in starts], [each[3:] for each in starts], state), f"{folder}/{number}")
 
 
+@pytest.mark.slow
 def test_a_lost_rank_lets_the_others_begin_the_round_again(tmp_path):
     store = distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     context = get_context("forkserver")

@@ -151,6 +151,7 @@ def test_optimizers_on_shards_are_those_of_one_process_or_refused(tmp_path):
     launch(2, optimizers_on_two_ranks, str(tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [["AdamW8bit"], ["AdamW8bit", "AdamW4bit", "AdamWFp8"]], ids=["8", "all"])
 def test_moments_of_few_bits_on_shards_are_those_of_a_raw_loop(tmp_path, names):
     import torchao.optim

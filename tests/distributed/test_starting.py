@@ -37,6 +37,7 @@ notebook_launcher(main, (10,), num_processes=2, use_port=sys.argv[1])
 """
 
 
+@pytest.mark.slow
 def test_a_notebook_launches_a_function_with_accelerate(tmp_path):
     # In a process of its own, since the launcher forks, and leaves its handlers of signals behind.
     subprocess.run([sys.executable, "-c", NOTEBOOK, str(free_port())], cwd=tmp_path, env=ENV, check=True, timeout=300)

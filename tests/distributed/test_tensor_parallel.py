@@ -143,6 +143,7 @@ def test_a_parallel_model_trains_as_one_process_does(kind, ranks):
     launch(ranks, trained, kind, True)
 
 
+@pytest.mark.slow
 def test_pure_steps_of_a_sequence_parallel_model():
     launch(2, trained, "sequence", False)
 
@@ -177,6 +178,7 @@ def forgotten():
         assert 'set_data_parallel_group(mesh["data"])' in str(warned[1][0].message)
 
 
+@pytest.mark.slow
 def test_ranks_of_one_model_that_read_different_samples_are_warned_of():
     launch(4, forgotten)
 

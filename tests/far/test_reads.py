@@ -3,6 +3,7 @@
 import inspect
 import itertools
 
+import pytest
 import torch
 from public import public_names
 
@@ -56,6 +57,7 @@ def counted(row, device, donate):
     return reads
 
 
+@pytest.mark.slow
 def test_each_row_makes_as_many_reads_as_the_table_says(capfd):
     with far() as device:
         for row, donate in itertools.product(itertools.chain(*TABLES.values()), (False, True)):

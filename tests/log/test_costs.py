@@ -265,6 +265,7 @@ def one_of_three_ranks_is_slow():
             ll.log.slowest_rank({} if own == 1 else {"data_seconds": 1.0})
 
 
+@pytest.mark.slow
 def test_the_slow_rank_and_its_part_are_named():
     launch(3, one_of_three_ranks_is_slow)
 

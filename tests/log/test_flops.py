@@ -259,6 +259,7 @@ def check_in_engine(engine):
     assert all(torch.equal(state.buffers[name], tensor) for name, tensor in before.items())
 
 
+@pytest.mark.slow
 def test_each_rank_counts_what_its_device_computes():
     launch(2, on_ranks)
 

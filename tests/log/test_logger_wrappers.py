@@ -216,12 +216,14 @@ def ended(tmp_path_factory):
     return folder, dict(line.split() for line in result.stdout.splitlines())
 
 
+@pytest.mark.slow
 def test_all_is_written_when_a_process_with_workers_leaves(ended):
     folder, codes = ended
     assert codes["workers"] == "3", (folder / "workers.error").read_text()
     assert [row["step"] for row in read_jsonl(folder / "workers.jsonl")] == list(range(50))
 
 
+@pytest.mark.slow
 def test_a_full_disk_and_a_hung_server_stop_no_training_nor_its_end_and_are_told(ended):
     folder, codes = ended
     error = (folder / "disk.error").read_text()

@@ -118,6 +118,7 @@ def hue(color):
     return (360 * colorsys.rgb_to_hsv(*to_rgb(color))[0] - 180) % 360
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("count", [32, 2, 8, 9, 60])
 def test_runs_are_ordered_by_color_and_told_apart_with_one_legend_outside_of_the_panels(count):
@@ -327,6 +328,7 @@ def test_drawing_takes_a_tenth_of_the_time_at_most(drawings, tmp_path):
     assert all(30 <= after - before < 31 for before, after in itertools.pairwise(times))
 
 
+@pytest.mark.slow
 def test_a_live_plot_is_drawn_at_intervals_and_shows_all_of_a_continued_run(drawings, tmp_path):
     path, picture = tmp_path / "log.jsonl", tmp_path / "live" / "loss.png"
     assert repr(live_plot(path=str(picture))) == f"live_plot(path={str(picture)!r})"
@@ -352,6 +354,7 @@ for step in (1, 2, 3):
 """
 
 
+@pytest.mark.slow
 def test_a_notebook_cell_is_redrawn_in_its_place(tmp_path):
     code = f"""
         import warnings

@@ -242,6 +242,7 @@ bar.show({"loss": 0.5})
 """
 
 
+@pytest.mark.slow
 def test_a_plain_process_has_no_thread_and_no_warning_and_draws_on_the_error_stream():
     done = subprocess.run([sys.executable, "-W", "error", "-c", PLAIN], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -19,6 +19,7 @@ def device():
         yield device
 
 
+@pytest.mark.slow
 @both_steps
 @pytest.mark.parametrize("microbatches", [2, 1])
 def test_a_run_has_the_bits_of_one_without(device, donate, microbatches):

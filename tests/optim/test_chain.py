@@ -776,6 +776,7 @@ def test_schedules_within_every_follow_all_steps_or_by_own_steps_the_updates(own
     assert_as_raw(state.params, raw, "pure")
 
 
+@pytest.mark.slow
 def test_members_of_a_stack_update_by_every_second_step():
     optimizer, data = ll.optim.every(ll.chain(ll.clip_by_global_norm(0.3), adam()), 2), batches(7)
     models = [net(seed) for seed in range(3)]

@@ -95,6 +95,7 @@ def test_a_name_sets_all_groups_and_parts():
     assert ll.optim.hyperparameters(both, state) == found
 
 
+@pytest.mark.slow
 def test_members_of_a_stack_have_one_value_each():
     optimizer = ll.chain(
         ll.optimizer(torch.optim.SGD, lr=ll.optim.inject(0.1), momentum=ll.optim.inject(0.5)), ll.ema()

@@ -112,6 +112,7 @@ class Averaging(PerParameter):
         p.sub_(average.mul_(0.9).add_(p.grad), alpha=group["lr"])
 
 
+@pytest.mark.slow
 def test_an_optimizer_holds_no_memory_of_a_states_size_and_keeps_its_strides():
     def large():
         gc.collect()

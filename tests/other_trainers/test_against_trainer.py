@@ -112,6 +112,7 @@ def by_looplib(batches):
     return state.params, log
 
 
+@pytest.mark.slow
 def test_the_trainers_average_over_tokens_is_accumulate_with_a_mean():
     params, log, seen = by_trainer()
     pieces = [collate(examples) for examples in seen]

@@ -54,6 +54,7 @@ class WithLoss(nn.Module):
         return {"loss": cross_entropy(logits, labels), "logits": logits}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [lambda: EarlyStoppingCallback(1, 0.05), LeaveAndStop], ids=["early", "flags"])
 def test_callbacks_see_what_they_see_in_the_trainer(make, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -165,6 +165,7 @@ def forks():
         print(process.exitcode, stop_now(STATE))
 
 
+@pytest.mark.slow
 def test_forked_processes_end_as_they_did_before_or_by_a_second_signal_if_they_hang():
     assert launch(0, forks) == "-15 False\n3 False\n-15 False\n"
 

@@ -79,6 +79,7 @@ def stopped(folder, calls):
 
 
 # Often: at step 5, at 40 with the head just untied, and at 47.
+@pytest.mark.slow
 @pytest.mark.parametrize("runs", [{"often": (6, 36, 8)}, {"never": (), "often": (6, 36, 8)}], ids=["often", "both"])
 def test_it_has_the_bits_of_a_plain_loop_whether_it_is_stopped_before_or_after_the_change(tmp_path, runs):
     expected = plain_loop()

@@ -85,6 +85,7 @@ def small_task(base):
     return loader, model
 
 
+@pytest.mark.slow
 def test_the_first_20_steps_are_those_of_pefts_example(base, tmp_path):
     loader, model = small_task(base)
     ours, theirs = model().double(), model().double()
@@ -107,6 +108,7 @@ def test_the_first_20_steps_are_those_of_pefts_example(base, tmp_path):
         torch.testing.assert_close(state.params[name], tensor, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.slow
 def test_a_fit_that_was_interrupted_ends_as_one_that_was_not(base, tmp_path):
     loader, model = small_task(base)
     expected = recipe.fit(model(), loader, 1e-2, 20, 0, tmp_path / "whole").params
@@ -123,6 +125,7 @@ def test_a_fit_that_was_interrupted_ends_as_one_that_was_not(base, tmp_path):
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
+@pytest.mark.slow
 def test_held_out_docstrings_are_of_their_package_and_no_near_duplicates(docstrings):
     packages, tables = dict(docstrings), recipe.make_tables(docstrings)
     numbers, words = {}, {}

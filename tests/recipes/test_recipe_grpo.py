@@ -24,6 +24,7 @@ def even(tokens):  # a network that has learned nothing hardly ever gets the rew
     return float(tokens[6:].sum() % 2 == 0)
 
 
+@pytest.mark.slow
 def test_the_first_20_updates_are_those_of_a_raw_loop(float64, tmp_path, monkeypatch):
     monkeypatch.setattr(recipe, "reward", even)
     monkeypatch.setattr(recipe, "warm_up", lambda *args: None)

@@ -8,6 +8,7 @@ import pytest
 from test_recipes import load
 
 
+@pytest.mark.slow
 def test_a_search_that_was_interrupted_continues(tmp_path, monkeypatch, capsys):
     recipe = load("optuna_pruning")
     settings = {"epochs": 2, "directory": str(tmp_path / "run"), "storage": f"sqlite:///{tmp_path}/optuna.db"}

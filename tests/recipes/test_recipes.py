@@ -140,6 +140,7 @@ def run(name, folder, interrupted=()):
             hook.remove()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # read by peft
 @pytest.mark.parametrize("name", SMALL)
 def test_a_small_run_learns_and_one_that_was_interrupted_twice_ends_as_it_does(name, tmp_path, capsys):

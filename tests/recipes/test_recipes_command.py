@@ -64,6 +64,7 @@ def files_in(tree, folders):
     return {path.relative_to(tree).as_posix(): path.read_bytes() for path in paths if path.is_file()}
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_looplib_and_its_recipes(built):
     (path,) = built.glob("*.whl")
     assert path.name.startswith(f"looplib-{ll.__version__}-")
@@ -92,6 +93,7 @@ command("my scripts/classify_digits.py", "--epochs", "1", "--width", "4")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.every_case
 @pytest.mark.parametrize("runs", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["copied", "and run"])
 def test_a_recipe_is_copied_out_of_the_wheel(built, tmp_path, runs):

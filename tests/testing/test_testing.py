@@ -530,6 +530,7 @@ def test_a_number_that_changes_is_named_also_where_warnings_are_not_shown():
         testing.assert_compiles(step, state, rows())
 
 
+@pytest.mark.slow
 def test_a_switch_on_the_way_is_allowed_for():
     step, state = put_together(mlp(), optimizer=ll.chain(scheduled(), ll.optim.swa(start=5, every=100)))
     with fails("again in step 5", "programs="):

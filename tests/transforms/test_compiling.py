@@ -125,6 +125,7 @@ def test_every_optimizer_of_torch_is_that_of_the_eager_step(name, donate):
     assert step.compiler.compilations == (2 if name == "SGD, dampening" else 1)
 
 
+@pytest.mark.slow
 def test_other_classes_of_torch_are_refused_by_name():
     classes = {cls for cls in vars(optim).values() if isinstance(cls, type) and issubclass(cls, optim.Optimizer)}
     others = classes - {cls for cls, *_ in OPTIMIZERS.values()} - {optim.Optimizer, optim.Muon}
@@ -209,6 +210,7 @@ def test_a_loss_scale_that_overflows(donate):
 # step's. Where a gradient is next to 0, Adam divides one rounding by another: hence eps=1e-5.
 
 
+@pytest.mark.slow
 @both_steps
 def test_machine_code_is_made_once_and_draws_as_the_eager_step(donate, handed):
     model = seeded(dropping, dtype=torch.float32)
@@ -221,6 +223,7 @@ def test_machine_code_is_made_once_and_draws_as_the_eager_step(donate, handed):
     assert len(places) == len(set(places))
 
 
+@pytest.mark.slow
 def test_machine_code_draws_numbers_of_the_seed_and_step(handed):
     model, optimizer = seeded(dropping, dtype=torch.float32), adamw()
     grad_fn, data = ll.make_grad_fn(model, loss_fn), batches(4, dtype=torch.float32)
@@ -527,6 +530,7 @@ def test_giving_up_leaves_the_state_as_it_was(donate):
     assert state.step == 1
 
 
+@pytest.mark.slow
 def test_nothing_holds_on_to_a_state_that_is_let_go():
     step, state, _, _ = quick_step()
     state = ll.copy_state(state)

@@ -208,6 +208,7 @@ def test_losses_and_gradients_of_other_kinds(name):
 # Models
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_models(name):
     make, loss_fn, data = MODELS[name]
@@ -215,6 +216,7 @@ def test_models(name):
     assert torch._C._get_mkldnn_enabled()  # which an LSTM is mapped without
 
 
+@pytest.mark.slow
 def test_buffers_that_a_pass_writes_for_nothing_are_copies():
     check(sgd, normalized, wrap=WRAPPERS["sam"][0])
 
@@ -270,6 +272,7 @@ def scores(model, batch):
     }
 
 
+@pytest.mark.slow
 def test_a_stack_is_evaluated_and_predicts_member_by_member():
     _, stack = stacked(sgd, normalized)
     model = seeded(normalized, 0)
@@ -317,6 +320,7 @@ def test_where_all_are_skipped_the_step_does_not_count():
     close(after.params, stack.params, 0)
 
 
+@pytest.mark.slow
 def test_members_that_are_chosen_continue_together():
     step, stack = stacked(sgd, dropping)
     stack, _ = step(stack, batches(1)[0])
@@ -513,6 +517,7 @@ def test_members_whose_averages_part_are_refused():
 ROUNDING = 1e-9
 
 
+@pytest.mark.slow
 def test_a_stack_is_compiled():
     def optimizer(number):
         return ll.chain(ll.skip_nonfinite(3), ll.clip_by_global_norm(0.5), adamw(number), ll.ema(0.9))

@@ -186,6 +186,7 @@ def test_a_base_that_is_not_frozen_is_copied_for_each_member():
     assert held(alone) == size(alone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("donate", [True, False])
 def test_a_frozen_parameter_that_thaws_gets_memory_for_each_member(donate):
     model = made().requires_grad_(False)
@@ -244,6 +245,7 @@ def tokens(step):
     return torch.randint(23, (2, 8), generator=torch.Generator().manual_seed(step))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [12, 50])
 def test_members_of_peft_follow_their_own_runs_and_go_out_as_adapters_that_peft_loads(tmp_path, steps):
     model = language_model()

@@ -60,6 +60,7 @@ def pool():
         yield pool
 
 
+@pytest.mark.slow
 @both_steps
 def test_plain_steps_and_another_trace_while_a_thread_traces(batches, expected, donate, pool):
     waiting = Waiting()

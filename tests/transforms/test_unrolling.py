@@ -123,6 +123,7 @@ def test_wrappers_against_finite_differences_and_the_plain_step(name):
     close(unroll(step, start, data)[0].params, unroll(plain, start, data)[0].params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "plain_steps"), [("AdamW", 3), ("NAdam", 3), ("RMSprop", 3), ("Adagrad", 3)])
 def test_a_dead_unit_makes_no_nan(name, plain_steps):
     # Its weights have a mean square of 0, of which the root has no slope; torch's differentiable=True has NaN there.
@@ -496,6 +497,7 @@ def test_what_is_computed_again_is_not_kept(no_garbage_collector):
     assert alive == [0, len(params), 0, len(kept[0].params)]
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(15), deadline=None)
 @given(count=st.integers(0, 7), every=st.integers(1, 9), seed=st.integers(0, 99))
 def test_recomputation_changes_no_bit_and_each_step_draws_what_the_plain_one_does(count, every, seed):
@@ -534,6 +536,7 @@ def test_options_of_the_step_that_is_given(options):
     step(start, data[0])  # nothing is spent
 
 
+@pytest.mark.slow
 def test_one_trace_for_each_shape():
     model, data = net(), batches(3)
     step, _, start = make(model, optimizer=adamw(ll.schedules.cosine(0.1, total=20)))

@@ -122,6 +122,7 @@ class Steps:
 
 
 @one_report
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss_fn", "owner", "name"),
     [
