@@ -90,6 +90,9 @@ class Run:
         """Settings of the loaders that `init_state` was given, or those that the checkpoint stores if it was given none."""
         return self.loaders or self.saved_loaders
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Run:
+        return self  # a copied state belongs to the same run
+
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class TrainState(lease.Leased):
@@ -593,6 +596,8 @@ class Optimizer:
 
     def init(self, params: Params, **extra: Any) -> dict[str, Any]:
         """First state: a dict with an entry for each part that keeps one."""
+        if not extra.keys() <= _OF_INIT:
+            raise chains.unknown_names("init", extra, _OF_INIT)
         if not isinstance(params, Mapping):
             raise TypeError(
                 f"params are a {type(params).__name__}: give name -> tensor, such as state.params or "
@@ -610,6 +615,8 @@ class Optimizer:
         `scale=` says that these are gradients of a loss that was multiplied by it (`dynamic_loss_scale`), and `owned=True`
         that they may be written.
         """
+        if not info.keys() <= _OF_AN_UPDATE:
+            raise chains.unknown_names("transform", info, _OF_AN_UPDATE)
         # As `fits`, whose call would take as long as the comparison.
         if type(opt_state) is not dict or opt_state.keys() != self._keys.keys():
             raise chains.wrong_state(opt_state, repr(self), self._keys)
@@ -623,6 +630,8 @@ class Optimizer:
         self, grads: Grads, opt_state: Any, params: Params, step: int, **info: Any
     ) -> tuple[Params, Any, dict[str, Any]]:
         """The second halves of all parts, in order, on tensors that they may write: parameters, state, and reports."""
+        if not info.keys() <= _OF_AN_UPDATE:
+            raise chains.unknown_names("update_", info, _OF_AN_UPDATE)
         return chains.update_(self._seconds, grads, opt_state, params, step, info)
 
     def update(
@@ -689,6 +698,10 @@ class Optimizer:
             raise errors.missing(self, "what ll.optimizer returns", name, _NOT_OF_AN_OPTIMIZER)
 
 
+# What a step gives the parts of its update by name, of which each takes what it needs. Any other name is refused.
+_OF_INIT = frozenset({"buffers"})
+_OF_AN_UPDATE = frozenset({"metrics", "seed", "owned", "scale", "buffers", "applied", "evaluate", "carry"})
+
 _NOT_OF_AN_OPTIMIZER = {
     "step": "the train step makes the update, `state, metrics = train_step(state, batch)`",
     "zero_grad": "there is nothing to reset: gradients belong to the step that computed them",
@@ -700,6 +713,7 @@ _NOT_OF_AN_OPTIMIZER = {
     "state), and to change it in a loop, lr=ll.optim.inject(...)",
     "lr": "ll.optim.hyperparameters(optimizer, state) gives the learning rate of the next update",
 }
+# A method in the class would hide the one that `frozen=True` makes from type checkers, which report an assignment by it.
 Optimizer.__setattr__ = errors.no_assignment(  # type: ignore[method-assign]
     "what ll.optimizer returns", "give {name}= to ll.optimizer, or a schedule, or lr=ll.optim.inject(...)"
 )

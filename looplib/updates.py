@@ -103,6 +103,10 @@ def apply_gradients(
     DDP or FSDP2, `grad_fn(state, batch, donate=True)` followed by `apply_gradients(..., donate=True)`
     is what a donated train step does.
 
+    **Graphs.** `ll.compile_step`, `ll.vmap_step` and `ll.transforms.differentiable` take train steps, and refuse a step of your
+    own that calls this function. For them, compute the gradients in a gradient function (see WRITE_YOUR_OWN), and give that
+    to `make_train_step`.
+
     Args:
         optimizer: the optimizer that created `state.opt_state`.
         state: the state to update.

@@ -266,7 +266,7 @@ def test_a_reentrant_checkpoint_of_tied_parameters_is_named_where_every_gradient
             grad_fn(state, x)
 
 
-def test_a_donated_step_that_is_refused_for_a_reentrant_checkpoint_leaves_its_state_or_says_that_it_is_spent():
+def test_a_donated_step_refused_for_a_reentrant_checkpoint_leaves_its_state_or_says_that_it_is_spent():
     x = torch.randn(5, 3)
     for writes in (False, True):
         model = Tied()

@@ -71,6 +71,7 @@ def test_it_is_pickled_and_copied():
         assert repr(other) == repr(state)
         for one, two in zip(pytree.tree_leaves(other), pytree.tree_leaves(state), strict=True):
             assert torch.equal(one, two) if isinstance(one, torch.Tensor) else one == two
+    assert copy.deepcopy(state).run is copy.copy(state).run is state.run
 
 
 def test_copy_keeps_ties_and_flags():

@@ -9,6 +9,7 @@ The methods of `types.Optimizer` are these functions. They stand here because `t
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -295,4 +296,14 @@ def wrong_state(opt_state: Any, who: str, keeps: Iterable[Any]) -> ValueError:
     return ValueError(
         f"{contained}, and {who.partition('  # kernel')[0]} is to update it, which keeps {_listed(keeps)}. Make the "
         "state with this optimizer, ll.init_state(model, optimizer), or a new opt_state by optimizer.init(params)"
+    )
+
+
+def unknown_names(method: str, given: Iterable[str], known: Iterable[str]) -> TypeError:
+    """Error for named arguments that no part of an update takes, so that they would be dropped."""
+    (name, *_) = sorted({*given} - {*known})
+    near = difflib.get_close_matches(name, [*known], 1)
+    meant = f": perhaps {near[0]}=" if near else ""
+    return TypeError(
+        f"optimizer.{method} got {name}=, which no part takes{meant} ({', '.join(sorted(known))} are known)"
     )

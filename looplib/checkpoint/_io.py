@@ -123,10 +123,11 @@ def checkpoint_io(
     by FSDP2's `fully_shard` and tensor-parallel plans, each rank writes its shards. Counts, plain values and the
     tensors of `extra` must be the same on all ranks. Of parameters that differ, such as those that each rank trains
     by itself (`per_rank` of `make_grad_fn`), only the first rank's are saved; the first save compares them and warns.
-    With `DistributedDataParallel(broadcast_buffers=False)`, each rank has running statistics of its own, and all of
-    them continue from the first rank's after a restore. An error on one rank is raised on all, with the rank in the
-    message. A checkpoint can be restored with any number of ranks: sharded over a different mesh, with DDP, or in one
-    process, and the reverse. A rank reads the files that it needs a part of and compares their checksums; of the
+    With FSDP2, `reduce_gradients` or `DistributedDataParallel(broadcast_buffers=False)`, each rank has running statistics
+    of its own (BatchNorm), and all of them continue from the first rank's after a restore. With `nn.SyncBatchNorm`, whose
+    statistics are equal on all ranks, they continue as in an unbroken run. An error on one rank is raised on all, with the
+    rank in the message. A checkpoint can be restored with any number of ranks: sharded over a different mesh, with DDP, or
+    in one process, and the reverse. A rank reads the files that it needs a part of and compares their checksums; of the
     others it checks only size and header.
 
     **One run at a time** writes to a directory. Two would delete each other's checkpoints and unfinished saves, which then

@@ -8,6 +8,7 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -55,7 +56,8 @@ class Engines:
         engine: Any = self._dataloader() if is_new else self.idle.pop()
         engine.sampler.jobs = jobs
         engine.generator.manual_seed(mix(STREAM, self.seed, epoch))
-        source = iter(engine)
+        with _on_cpu():
+            source = iter(engine)
         if is_new and engine.persistent_workers:
             # Not by __del__ here either: the iterator outlives the engine, and refers to nothing that refers to it.
             end = weakref.finalize(engine, torch_private.shutdown_workers, torch_private.without_dataset(source))
@@ -77,6 +79,11 @@ class Engines:
 
     def _dataloader(self) -> DataLoader[Any]:
         return DataLoader(copy.copy(self.reader), sampler=Jobs(), generator=torch.Generator(), **self.options)
+
+
+def _on_cpu() -> AbstractContextManager[Any]:
+    """A context in which DataLoader may draw its seed by a generator of the CPU, whatever the default device is."""
+    return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 
 
 def unchanged(batch: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -74,7 +74,7 @@ def _inner(model: Any) -> Any:
     return getattr(model, "module", None) if isinstance(model, nn.parallel.DistributedDataParallel) else None
 
 
-@cache
+@lru_cache(64)  # asked for each batch; a notebook that defines a class again and again keeps 64 of them
 def arguments_of(forward: Callable[..., Any]) -> frozenset[str]:
     """Names of the arguments of a `forward`, and "**" if it takes any other name."""
     parameters = [*inspect.signature(forward).parameters.values()][1:]  # after self
@@ -179,7 +179,7 @@ def _kind_of(model: Any) -> str:
     return "" if of_decoder else kind
 
 
-@cache
+@lru_cache(64)
 def _names_in(forward: Callable[..., Any]) -> frozenset[str]:
     code = getattr(inspect.unwrap(forward), "__code__", None)
     return frozenset(code.co_names if code else ())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar, cast, get_args
 
@@ -14,7 +15,10 @@ from looplib._core import torch_private
 from looplib._core.checks import check
 from looplib._core.copies import leaves_of
 from looplib._core.mappings import mapped, without
+from looplib._core.random import mix
 from looplib._core.records import described, kind_of, with_repr
+from looplib._core.tracing import tracing
+from looplib.optim._third_party import STREAM, streams_at
 from looplib.types import Evaluation, Grads, Optimizer, Params, Part, Role, Transformed
 
 _FIRST = ("grads", "state", "params", "step")
@@ -53,6 +57,10 @@ def part(
     `transform`. Counts of updates and averages move in `update_`, so that nothing of a skipped batch gets in. All arguments but
     one of the two halves may be left out.
 
+    Random numbers that a half draws from torch are derived from the state's seed and step, so that a pure step has the same
+    result again and all ranks have the same noise. In a graph they are other numbers, as a function of the same seed and step.
+    By hand, without `seed=`, they are drawn from torch's streams.
+
     To run in a graph, too (`ll.compile_step`, `ll.vmap_step`, `ll.transforms.differentiable`), write both halves as operations
     on tensors, and compute what depends on a count of the state through `ll.transforms.on_host`. There is no second form
     for graphs: a part that reads values, as by `if` or `.item()`, works in steps that run without one.
@@ -71,7 +79,8 @@ def part(
     Raises:
         TypeError: a function takes an argument that it will not be given, such as a misspelt `metrics`.
         ValueError: the role is unknown, or there is nothing to do.
-        RuntimeError: from an update, `transform` has written to its state, or `update_` to a parameter without a gradient.
+        RuntimeError: from an update, `transform` has written to its state, to a parameter, or, unless its role is "gradients", to
+            a gradient; or `update_` has written to a gradient, or to a parameter without one.
         UntraceableError: from a step that runs as a graph (`ll.compile_step`), it reads the value of a tensor.
     """
     check(
@@ -94,11 +103,22 @@ def part(
         chosen,
         settings or {},
         init=_taking(f"init of {name}", init, ("params",), ("buffers",)),
-        transform=_reading(name, _taking(f"transform of {name}", transform, _FIRST, ("metrics", "seed", "owned"))),
-        update_=_writing(
+        transform=_drawing(
             name,
-            _taking(
-                f"update_ of {name}", update_, _FIRST, ("metrics", "buffers", "seed", "applied", "evaluate", "carry")
+            "transform",
+            _reading(name, chosen, _taking(f"transform of {name}", transform, _FIRST, ("metrics", "seed", "owned"))),
+        ),
+        update_=_drawing(
+            name,
+            "update_",
+            _writing(
+                name,
+                _taking(
+                    f"update_ of {name}",
+                    update_,
+                    _FIRST,
+                    ("metrics", "buffers", "seed", "applied", "evaluate", "carry"),
+                ),
             ),
         ),
         evaluation=_taking(f"evaluation of {name}", evaluation, ("params", "buffers", "state"), ()),
@@ -116,19 +136,32 @@ def part(
     return with_repr(made, part, name, **{key: value for key, value in arguments.items() if value is not None})
 
 
-def _reading(name: str, transform: Any) -> Any:
-    """A first half, which raises if it has written its state: a pure step's state would change."""
+def _reading(name: str, role: Role, transform: Any) -> Any:
+    """A first half, which raises if it has written what it reads: a pure step's state would change."""
     if transform is None:
         return None
 
-    def checked(grads: Grads, state: Any, *args: Any, **info: Any) -> Any:
-        tensors = [leaf for leaf in leaves_of(state) if isinstance(leaf, Tensor)]
-        before = [*map(torch_private.version, tensors)]
-        out = transform(grads, state, *args, **info)
+    def checked(grads: Grads, state: Any, params: Params, *args: Any, **info: Any) -> Any:
+        entries = [leaf for leaf in leaves_of(state) if isinstance(leaf, Tensor)]
+        judged: Grads = {} if role == "gradients" else grads
+        before = versions(entries), versions(params.values()), versions(judged.values())
+        out = transform(grads, state, params, *args, **info)
         check(
-            before == [*map(torch_private.version, tensors)],
+            before[0] == versions(entries),
             f"the transform of {name} has written to its state in place, which other states may share, and which changes even if "
             "the update is skipped: return a new one, Transformed(grads, {**state, 'count': count + 1}), or write it in update_",
+            RuntimeError,
+        )
+        check(
+            before[1] == versions(params.values()),
+            f"the transform of {name} has written to {written(params, before[1])} in place, which other states may share, and "
+            "which changes even if the update is skipped: write parameters in update_",
+            RuntimeError,
+        )
+        check(
+            before[2] == versions(judged.values()),
+            f"the transform of {name}, whose role is {role!r}, has written to the gradient of {written(judged, before[2])}, which "
+            "is the caller's: give it role='gradients', whose gradients are its own",
             RuntimeError,
         )
         return out
@@ -137,24 +170,60 @@ def _reading(name: str, transform: Any) -> Any:
 
 
 def _writing(name: str, update_: Any) -> Any:
-    """A second half, which raises if it has written a parameter without a gradient, of which a pure step makes no copy."""
+    """A second half, which raises if it has written a gradient, or a parameter without one, of which a pure step makes no copy."""
     if update_ is None:
         return None
 
     def checked(grads: Grads, state: Any, params: Params, *args: Any, **info: Any) -> Any:
         rest = {} if len(grads) == len(params) else without(params, grads)
-        before = [*map(torch_private.version, rest.values())]
+        before = versions(rest.values()), versions(grads.values())
         out = update_(grads, state, params, *args, **info)
-        for (key, tensor), count in zip(rest.items(), before, strict=True):
-            check(
-                torch_private.version(tensor) == count,
-                f"the update_ of {name} has written to {key}, which has no gradient in this step and which other states may share: "
-                "it writes the parameters that grads names, for key in grads: params[key]...",
-                RuntimeError,
-            )
+        check(
+            before[0] == versions(rest.values()),
+            f"the update_ of {name} has written to {written(rest, before[0])}, which has no gradient in this step and which other "
+            "states may share: it writes the parameters that grads names, for key in grads: params[key]...",
+            RuntimeError,
+        )
+        check(
+            before[1] == versions(grads.values()),
+            f"the update_ of {name} has written to the gradient of {written(grads, before[1])}, which is the caller's and which "
+            "later parts read: compute from it, grads[key] * 0.5, or change it in the transform of a part",
+            RuntimeError,
+        )
         return out
 
     return checked
+
+
+def versions(tensors: Iterable[Tensor]) -> list[int]:
+    return [*map(torch_private.version, tensors)]
+
+
+def written(tensors: Mapping[str, Tensor], before: Sequence[int]) -> str:
+    """Name of the first tensor that has been written since, for messages."""
+    counts = zip(tensors.items(), before, strict=True)
+    return next((name for (name, tensor), count in counts if torch_private.version(tensor) != count), "")
+
+
+def _drawing(name: str, half: str, function: Any) -> Any:
+    """A half whose draws from torch's random streams are a function of the state's seed and step, as those of a loss are.
+
+    By hand, without `seed=`, it draws from the streams as they are. A graph draws for the state's seed when it runs.
+    """
+    if function is None:
+        return None
+
+    def seeded(grads: Grads, state: Any, params: Params, step: int, **info: Any) -> Any:
+        seed = info.get("seed")
+        if seed is None or tracing():
+            return function(grads, state, params, step, **info)
+        place = zlib.crc32(
+            f"{half} of {name} for {next(iter(params), None)}".encode()
+        )  # a partition has a chain for each label
+        with streams_at(mix(seed, step, STREAM, place), params.values()):
+            return function(grads, state, params, step, **info)
+
+    return seeded
 
 
 def made_of(name: str, role: Role, settings: Mapping[str, Any], **fields: Any) -> Optimizer:

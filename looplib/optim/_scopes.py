@@ -256,12 +256,13 @@ def every(optimizer: Optimizer, n: int, *, gradients: Literal["mean", "last"] = 
     def transform(grads: Grads, state: Any, params: Params, step: int, **info: Any) -> Transformed:
         if type(state) is not dict or state.keys() != kept.keys() or not optimizer.fits(state["inner"]):
             raise wrong_state({"every": state}, repr(made), kept)
-        if not on_host(partial(_is_due, n), state["steps"]):
+        count = on_host(partial(_due, n), state["steps"])
+        if not count:
             return Transformed(grads, state)
         used = grads
         if sums:
             info["owned"] = True
-            used = {name: (state["sum"][name] + grad) / n for name, grad in grads.items()}
+            used = {name: (state["sum"][name] + grad) / count for name, grad in grads.items()}
         out = optimizer.transform(used, state["inner"], params, step, **info)
         state = {**state, "inner": out.state}
         if sums and out.apply is not True:  # if the chain within decides against it
@@ -298,8 +299,10 @@ def every(optimizer: Optimizer, n: int, *, gradients: Literal["mean", "last"] = 
     return with_repr(made, every, optimizer, n, gradients=gradients)
 
 
-def _is_due(n: int, steps: Tensor) -> bool:
-    return int(steps) + 1 >= n
+def _due(n: int, steps: Tensor) -> int:
+    """Number of gradients in the update of this step, or 0 without one. More than `n`, if a run has been continued with less."""
+    count = int(steps) + 1
+    return count if count >= n else 0
 
 
 def _of_labels(outs: Mapping[str, Transformed], states: Any) -> Transformed:

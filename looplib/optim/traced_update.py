@@ -225,7 +225,8 @@ def fused_update(
     FUSED[getattr(torch.optim, cls)](values, params, laid_out_like(params, grads), columns)
 
 
-_values: Callable[[str], dict[str, Any]] = functools.cache(json.loads)
+# Each run of a graph gives the same text again, of a few hundred bytes, whose parsing would take longer than a small update.
+_values: Callable[[str], dict[str, Any]] = functools.lru_cache(256)(json.loads)
 
 # A graph in Inductor's cache has the operation's name, so that a second process finds it.
 _operation = torch.library.custom_op(

@@ -37,6 +37,9 @@ class RecurrentInParts(TorchFunctionMode):
             torch._C._set_mkldnn_enabled(before)
 
 
+# The three tables are made by the first trace of a process, since listing torch's operations takes long.
+
+
 @functools.cache
 def _simple() -> dict[Any, Callable[..., Any]]:
     """Operations on lists in terms of the operation on each tensor."""

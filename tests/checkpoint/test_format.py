@@ -342,6 +342,15 @@ def as_zeros(path):
         file.truncate(1 << 38)
 
 
+def with_a_hole(path):
+    size = 1 << 31
+    with open(path, "wb") as file:
+        file.write(b"{")
+        file.truncate(size)
+        file.seek(size - 1)
+        file.write(b"}")
+
+
 def of_size(replace):
     """The manifest says what stat says of the file."""
 
@@ -364,6 +373,7 @@ HOSTILE = {
     "a pipe as manifest": lambda path: as_pipe(path / MANIFEST),
     "a device as manifest": lambda path: as_device(path / MANIFEST),
     "zeros as manifest": lambda path: as_zeros(path / MANIFEST),
+    "a manifest with a hole": lambda path: with_a_hole(path / MANIFEST),
     "a pipe as data": lambda path: as_pipe(path / DATA),
     "a pipe of the right size": of_size(as_pipe),
     "a device as data": lambda path: as_device(path / DATA),

@@ -100,6 +100,14 @@ def test_a_run_with_evaluation_and_checkpoints(name, donate, tmp_path):
     assert not ll.debug.differences(state, other)
 
 
+@pytest.mark.parametrize("options", [{"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}])
+def test_workers_read_whatever_the_default_device_is(options):
+    loader = ll.make_loader(range(6), batch_size=2, order=ll.data.sequential(), **options)
+    for epoch in range(2):  # the second begins with workers that wait
+        with torch.device("meta"):
+            assert [batch.tolist() for batch in loader(ll.TrainState(epoch=epoch))] == [[0, 1], [2, 3], [4, 5]]
+
+
 def test_an_accelerator_is_the_default_device():
     with far() as device:
         model, state = cases.started(device, make=cases.plain, epoch_length=3)

@@ -861,3 +861,66 @@ def test_a_second_half_that_writes_a_parameter_without_a_gradient_is_refused(kin
     step = step_of_kind(kind, grad_fn, optimizer)
     with pytest.raises(RuntimeError, match="update_ of clamped has written to weight, which has no gradient"):
         step(ll.init_state(model, optimizer), torch.ones(4, 2))
+
+
+def test_a_run_that_continues_with_a_smaller_n_takes_the_mean_of_all_gradients_so_far(tmp_path):
+    def one(n):
+        return ll.optim.every(ll.optimizer(torch.optim.SGD, lr=1.0), n)
+
+    model = nn.Linear(1, 1, bias=False)
+    start = ll.init_state(model, one(4)).params["weight"].item()
+    step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).sum()), one(4))
+    state, slopes = ll.init_state(model, one(4)), (1.0, 2.0, 3.0, 6.0)  # the gradients
+    for slope in slopes[:3]:
+        state, _ = step(state, torch.tensor([[slope]]))
+    ll.checkpoint_io(tmp_path).save(state)
+    with pytest.warns(UserWarning, match="every was 4, is 2"):
+        state = ll.checkpoint_io(tmp_path).restore(ll.init_state(model, one(2)), quiet=True)
+    for way in WAYS:
+        again = ll.copy_state(state)
+        model.requires_grad_(True)
+        step = make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).sum()), one(2), **WAYS[way])
+        after, _ = step(again, torch.tensor([[slopes[3]]]))
+        assert after.params["weight"].item() == pytest.approx(start - sum(slopes) / 4)
+        assert after.opt_state["every"]["steps"] == 0
+
+
+def test_a_state_of_something_else_is_refused_by_every():
+    params = dict(net().named_parameters())
+    optimizer = ll.optim.every(adam(), 2)
+    state = optimizer.init(params)["every"]
+    grads = {name: torch.zeros_like(tensor) for name, tensor in params.items()}
+    for wrong in (None, {"inner": state["inner"]}, {**state, "inner": {"SGD": {}}}, [*state.items()]):
+        with pytest.raises(ValueError, match=r"every.* is to update it"):
+            optimizer.update(grads, {"every": wrong}, params, 0)
+
+
+@pytest.mark.parametrize("method", ["init", "transform", "update_", "update"])
+def test_a_name_that_no_part_takes_is_refused_by_hand(method):
+    params = dict(net().named_parameters())
+    optimizer = ll.chain(ll.clip_by_global_norm(1.0), adam())
+    grads = {name: torch.ones_like(tensor) for name, tensor in params.items()}
+    given = (params,) if method == "init" else (grads, optimizer.init(params), params, 0)
+    near, meant = {"init": ("bufers", "buffers")}.get(method, ("ownd", "owned"))
+    with pytest.raises(TypeError, match=f"{near}=, which no part takes: perhaps {meant}="):
+        getattr(optimizer, method)(*given, **{near: True})
+    with pytest.raises(TypeError, match="else=, which no part takes"):
+        getattr(optimizer, method)(*given, **{"else": True})
+
+
+def test_a_partition_reports_no_infinite_value_of_a_label_that_is_not_updated():
+    def told(name, apply):
+        def transform(grads, state, params, step):
+            return ll.types.Transformed(grads, apply=torch.tensor(apply), metrics={name: ll.Mean(math.inf, 1)})
+
+        return ll.chain(ll.optim.part(name, transform=transform), sgd())
+
+    model = net()
+    optimizer = ll.optim.partition(
+        {"yes": told("one", True), "no": told("two", False)}, lambda name, _: "yes" if "weight" in name else "no"
+    )
+    state = ll.init_state(model, optimizer)
+    grads = {name: torch.ones_like(tensor) for name, tensor in state.params.items()}
+    _, metrics = ll.apply_gradients(optimizer, state, grads)
+    values = ll.compute(metrics)
+    assert {name.split("/")[0] for name, value in values.items() if not math.isnan(value)} == {"one"}, values

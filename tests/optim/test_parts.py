@@ -576,3 +576,84 @@ def test_the_numbers_of_a_part_are_logged_with_those_of_the_others(way):
     values = ll.optim.hyperparameters(optimizer, state)
     assert (values["made"], values["now"]) == (3, 3)
     assert values["lr"] == pytest.approx(0.7)
+
+
+def noise(half):
+    """Langevin noise (SGLD), drawn from torch's streams."""
+
+    def transform(grads, state, params, step):
+        return ll.types.Transformed({name: grad + torch.randn_like(grad) for name, grad in grads.items()})
+
+    def update_(grads, state, params, step):
+        for name in grads:
+            params[name].add_(torch.randn_like(params[name]), alpha=0.1)
+        return params, state
+
+    return ll.optim.part("noise", **{half: {"transform": transform, "update_": update_}[half]})
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("half", ["transform", "update_"])
+@pytest.mark.parametrize("way", [way for way in WAYS if "compiled" not in way])
+def test_what_a_part_draws_belongs_to_the_seed_and_the_step(half, way):
+    parts = (noise(half), SGD) if half == "transform" else (SGD, noise(half))
+    model, optimizer, (x,) = net(), ll.chain(*parts), batches(1)
+    step, start = made_step(model, optimizer, way), ll.copy_state(ll.init_state(model, optimizer))
+
+    def after(seed=0, number=0, draws=0):
+        torch.manual_seed(seed)
+        torch.rand(draws)
+        stream = torch.get_rng_state()
+        out = step(ll.copy_state(start.replace(step=number)), x)[0]
+        assert torch.equal(torch.get_rng_state(), stream)
+        return bits(dict(out.params))
+
+    first = after()
+    assert first == after(seed=5, draws=3)  # whatever the process has drawn
+    assert first != after(number=1)
+    assert first != bits(dict(step(ll.copy_state(start.replace(seed=4)), x)[0].params))
+
+
+def test_labels_of_a_partition_draw_apart():
+    params = {"a": torch.zeros(3), "b": torch.zeros(3)}
+    optimizer = ll.optim.partition(
+        {"a": ll.chain(SGD, noise("update_")), "b": ll.chain(SGD, noise("update_"))}, lambda name, _: name
+    )
+    new, _, _ = optimizer.update(mapped_zeros(params), optimizer.init(params), params, 0, seed=1)
+    assert not torch.equal(new["a"], new["b"])
+
+
+def cut_in_half(tensors):
+    for tensor in tensors.values():
+        tensor.mul_(0.5)
+
+
+@one_report
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        (
+            {"transform": lambda grads, state, params, step: cut_in_half(params) or ll.types.Transformed(grads)},
+            "transform of own has written to 0.weight in place",
+        ),
+        (
+            {
+                "transform": lambda grads, state, params, step: cut_in_half(grads) or ll.types.Transformed(grads),
+                "role": "judge",
+            },
+            "whose role is 'judge', has written to the gradient of 0.weight",
+        ),
+        (
+            {"update_": lambda grads, state, params, step: cut_in_half(grads) or (params, state)},
+            "update_ of own has written to the gradient of 0.weight",
+        ),
+    ],
+)
+def test_what_a_half_must_not_write_is_named(part, words):
+    model = net()
+    own = ll.optim.part("own", **part)
+    optimizer = ll.chain(SGD, own) if "update_" in part else ll.chain(own, SGD)
+    state = ll.init_state(model, optimizer)
+    grads = {name: torch.ones_like(tensor) for name, tensor in state.params.items()}
+    with pytest.raises(RuntimeError, match=words):
+        ll.apply_gradients(optimizer, state, grads)
