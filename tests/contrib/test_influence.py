@@ -234,7 +234,7 @@ def unweighted(model, batch):
     return cross_entropy(model(batch[0][0]), batch[0][1])
 
 
-def test_what_has_no_influences_is_refused():
+def test_what_has_no_influences_is_refused(monkeypatch):
     run = Run(OPTIMIZERS["sgd"]())
     stream = ll.make_loader(torch.utils.data.ChainDataset([]), batch_size=2)
     pair = ll.data.zipped(run.loader, run.loader)
@@ -250,3 +250,6 @@ def test_what_has_no_influences_is_refused():
             sample_influence(step, state, other, loss, 3)
     with pytest.raises(ValueError, match="steps is 0"):
         sample_influence(step, state, loader, loss, 0)
+    monkeypatch.setattr("looplib.contrib._influence.world_size", lambda: 2)
+    with pytest.raises(ValueError, match="needs one process"):
+        sample_influence(step, state, loader, loss, 3)

@@ -300,3 +300,23 @@ def test_the_warmup_is_that_of_diffusers(inv_gamma, power):
         assert warmup(step) == diffusers_decay(step, 0.999, inv_gamma or 1.0, power or 2 / 3)
     with pytest.raises(ValueError, match="inv_gamma is -1"):
         ll.optim.ema_warmup(0.9, inv_gamma=-1)
+
+
+@pytest.mark.parametrize(
+    ("entry", "settings"),
+    [({"average": 1.0, "updates": 2.0}, {}), ({"begun": 1.0}, {"start": 5})],
+    ids=["as an average", "with a start"],
+)
+@pytest.mark.every_case
+def test_a_part_of_a_users_own_that_looks_like_an_average_is_none(entry, settings):
+    def init(params):
+        return {name: torch.tensor(value) for name, value in entry.items()}
+
+    def update_(grads, state, params, step):
+        return params, state
+
+    model = torch.nn.Linear(2, 1)
+    own = ll.optim.part("own", init=init, update_=update_, settings=settings)
+    optimizer = ll.chain(ll.optimizer(torch.optim.SGD, lr=0.1), ll.ema(0.5), own)
+    state = ll.init_state(model, optimizer)
+    assert equal(ll.optim.average(optimizer, state), dict(state.params))
