@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import looplib as ll
-from looplib.metrics import AUC, ConfusionMatrix, GroupedAUC, calibration, mae, mse, rmse
+from looplib.metrics import AUC, ConfusionMatrix, GroupedAUC, calibration, mae, mse, perplexity, rmse
 
 
 class Spectrum(nn.Module):
@@ -84,6 +84,7 @@ def test_scores_losses_and_means_that_need_real_numbers_refuse_complex_ones_by_n
         lambda tree: tree["real"].mean(),
         microbatches=2,
     )
+    watched = ll.TrainState(extra={"best": ll.predicates.BestSoFar("loss")})
     rows = [
         (lambda: calibration(z, x), "predictions are torch.complex64"),
         (lambda: calibration(x, z), "labels are torch.complex64"),
@@ -100,6 +101,9 @@ def test_scores_losses_and_means_that_need_real_numbers_refuse_complex_ones_by_n
         (lambda: weighted(state, batch), "'z' is complex"),
         (lambda: ll.evaluate(evaluated, state, [batch]), "'z' is complex"),
         (lambda: embed(state, batch), r"embeddings\['z'\] is complex"),
+        (lambda: perplexity(ll.Mean(z.sum(), 4)), "the loss is complex"),
+        (lambda: ll.update_best(watched, {"loss": 1j}), "'loss' is complex"),
+        (lambda: ll.update_best(watched, {"loss": z.sum()}), "'loss' is complex"),
     ]
     for make in (ll.make_grad_fn, ll.contrib.make_per_sample_grad_fn):
         of_complex = make(model, lambda model, x: ((x * model.weight).sum() + model.bias.sum()) * (1 + 1j))

@@ -111,7 +111,11 @@ def perplexity(loss: Mean) -> Reading:
 
     Args:
         loss: the summed negative log-likelihood in nats and the number of tokens, as from `next_token_loss`.
+
+    Raises:
+        TypeError: the loss is complex.
     """
+    check(not as_tensor(loss.total).is_complex(), "the loss is complex; give a real one", TypeError)
     return Reading(loss, _exp_of_mean)
 
 

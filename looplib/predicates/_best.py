@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from torch import Tensor
 
-from looplib._core.checks import check_argument, check_number, check_type, few, is_count, named, warn
+from looplib._core.checks import check, check_argument, check_number, check_type, few, is_count, named, warn
 from looplib._core.errors import with_advice
 from looplib._core.misuse import warn_of_unwatched
 from looplib._core.ranks import is_first
@@ -226,7 +226,7 @@ def update_best(state: TrainState, scores: Mapping[str, float], key: str = "best
 
     Raises:
         ValueError: there is no record under `key`, or its metric is not among the scores.
-        TypeError: `scores` is no mapping, but a list of those of members, for example.
+        TypeError: `scores` is no mapping, but a list of those of members, for example; or the metric is complex.
     """
     check_state(state, "state = ll.update_best(state, scores)")
     record = record_of(state, key, Watched)
@@ -241,7 +241,10 @@ def update_best(state: TrainState, scores: Mapping[str, float], key: str = "best
         raise ValueError(
             f"{record.monitor!r}, the metric of state.extra[{key!r}], is not among the scores: {few([*map(repr, scores)])}"
         )
-    return state.with_extra(**{key: record.update(scores[record.monitor], state.step)})
+    score = scores[record.monitor]
+    is_complex = score.is_complex() if isinstance(score, Tensor) else isinstance(score, complex)
+    check(not is_complex, f"{record.monitor!r} is complex; give a real number, such as its absolute value", TypeError)
+    return state.with_extra(**{key: record.update(score, state.step)})
 
 
 _METRIC = (
