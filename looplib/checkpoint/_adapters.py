@@ -62,9 +62,9 @@ def merged_sources(model: nn.Module, state: TrainState) -> tuple[nn.Module, dict
 
     def like(tensor: Tensor) -> Tensor:
         name = names[id(tensor)]
-        made = _in_kind(_without_values(held[name]), tensor)
-        likes[id(made)] = made, name
-        return made
+        blank = _in_kind(_without_values(held[name]), tensor)
+        likes[id(blank)] = blank, name
+        return blank
 
     empty: Any = _copied(inner, like, {})
     raw_paths = {id(module): path for path, module in empty.named_modules()}

@@ -65,8 +65,8 @@ def clip_per_sample(grad_fn: GradFn, max_norm: float) -> GradFn:
         }
         return _together(out, sums, part, metrics)
 
-    made = with_record(clipped, Made("grad_fn", "clip_per_sample", grad_fn, max_norm=max_norm))
-    return with_repr(made, clip_per_sample, grad_fn, max_norm)
+    recorded = with_record(clipped, Made("grad_fn", "clip_per_sample", grad_fn, max_norm=max_norm))
+    return with_repr(recorded, clip_per_sample, grad_fn, max_norm)
 
 
 def _norms(grads: Grads) -> Tensor:

@@ -259,8 +259,8 @@ def zipped(first: Loader, *others: Loader, count_samples: Callable[[Any], int] |
     for loader in (first, *others):
         _check_loader("zipped", loader)
     as_counter(count_samples)  # which checks it
-    made = Zipped(**_attributes(first), _loaders=(first, *others), _count_samples=count_samples)
-    return with_repr(made, zipped, first, *others, count_samples=count_samples)
+    side_by_side = Zipped(**_attributes(first), _loaders=(first, *others), _count_samples=count_samples)
+    return with_repr(side_by_side, zipped, first, *others, count_samples=count_samples)
 
 
 def _check_loader(name: str, loader: Any) -> None:

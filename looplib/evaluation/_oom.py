@@ -68,8 +68,8 @@ def split_on_oom(step: Step, size: int | None = None, *, count_samples: Callable
                 return outs[0] if len(outs) == 1 else _together([*map(counter, pieces)], outs)
             fitting = _half(largest, count)
 
-    made = with_record(cast(Step, splitting), Made(kind_of(step), "split_on_oom", step, count_samples=counter))
-    remembered: Step = with_repr(made, split_on_oom, step, size=size, count_samples=count_samples)
+    recorded = with_record(cast(Step, splitting), Made(kind_of(step), "split_on_oom", step, count_samples=counter))
+    remembered: Step = with_repr(recorded, split_on_oom, step, size=size, count_samples=count_samples)
     return remembered
 
 

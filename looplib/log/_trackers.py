@@ -72,11 +72,13 @@ def tracker(
     arguments = {"config": config, **options} if config is not None else options
     code = "".join(f", {key}={value!r}" for key, value in arguments.items())
     name = client if isinstance(client, str) else type(client).__name__
-    made = client_of(client, options) if isinstance(client, str) else client
+    resolved = client_of(client, options) if isinstance(client, str) else client
     methods = "an object with the methods start, log, artifact and close of ll.log.TrackerClient"
-    check_type("client is", made, TrackerClient, f"give a name such as 'wandb', or {methods}")
-    check(made is not client or not options, f"give the options {[*options]} to your own client", TypeError)
-    return Tracker(made, name, Path(directory), config or {}, f"tracker({client!r}, {os.fspath(directory)!r}{code})")
+    check_type("client is", resolved, TrackerClient, f"give a name such as 'wandb', or {methods}")
+    check(resolved is not client or not options, f"give the options {[*options]} to your own client", TypeError)
+    return Tracker(
+        resolved, name, Path(directory), config or {}, f"tracker({client!r}, {os.fspath(directory)!r}{code})"
+    )
 
 
 class Tracker(CodedLogger):

@@ -115,8 +115,8 @@ def ema(
         }
         return {"average": average, "updates": torch.tensor(0, device="cpu")}
 
-    made = made_of("ema", "after", settings, init=init, update_=update_, evaluation=partial(_evaluated, start))
-    return with_repr(made, ema, decay, start=start, every=every, buffers=buffers)
+    averaging = made_of("ema", "after", settings, init=init, update_=update_, evaluation=partial(_evaluated, start))
+    return with_repr(averaging, ema, decay, start=start, every=every, buffers=buffers)
 
 
 def _evaluated(start: int, params: Params, buffers: Tensors, state: Any) -> tuple[Params, Tensors]:

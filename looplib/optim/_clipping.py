@@ -65,8 +65,8 @@ def clip_by_global_norm(max_norm: float, norm_type: float = 2.0) -> Optimizer:
         return Transformed(grads, metrics={"grad_norm": Mean(norm)})
 
     settings = {"max_norm": max_norm, "norm_type": norm_type}
-    made = made_of("clip_by_global_norm", "gradients", settings, transform=transform)
-    return with_repr(made, clip_by_global_norm, max_norm, norm_type=norm_type)
+    clipping = made_of("clip_by_global_norm", "gradients", settings, transform=transform)
+    return with_repr(clipping, clip_by_global_norm, max_norm, norm_type=norm_type)
 
 
 @wraps_nothing("optim.clip_by_norm(1.0)")
@@ -102,8 +102,8 @@ def clip_by_norm(max_norm: float, norm_type: float = 2.0) -> Optimizer:
         return Transformed(grads)
 
     settings = {"max_norm": max_norm, "norm_type": norm_type}
-    made = made_of("clip_by_norm", "gradients", settings, transform=transform)
-    return with_repr(made, clip_by_norm, max_norm, norm_type=norm_type)
+    clipping = made_of("clip_by_norm", "gradients", settings, transform=transform)
+    return with_repr(clipping, clip_by_norm, max_norm, norm_type=norm_type)
 
 
 def _norm_of(grads: Grads, norm_type: float, who: str) -> Tensor:
@@ -167,5 +167,5 @@ def clip_by_value(max_value: float) -> Optimizer:
             raise
         return Transformed(grads)
 
-    made = made_of("clip_by_value", "gradients", {"max_value": max_value}, transform=transform)
-    return with_repr(made, clip_by_value, max_value)
+    clipping = made_of("clip_by_value", "gradients", {"max_value": max_value}, transform=transform)
+    return with_repr(clipping, clip_by_value, max_value)

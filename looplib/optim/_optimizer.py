@@ -128,7 +128,7 @@ def optimizer(
     def init(params: Params, **extra: Any) -> dict[str, Any]:
         opt_state = begin(params)
         if not recipe.is_torch_optim:
-            check_against_raw_loop(recipe, params, lambda tensors: {cls.__name__: begin(tensors)}, made.update)
+            check_against_raw_loop(recipe, params, lambda tensors: {cls.__name__: begin(tensors)}, single.update)
         return opt_state
 
     def evaluation(params: Params, buffers: Params, opt_state: Any) -> tuple[Params, Params]:
@@ -153,8 +153,8 @@ def optimizer(
             role="weights", transform=partial(transform_in_graph, recipe), update_=partial(update_in_graph, recipe)
         ),
     )
-    made = Optimizer({cls.__name__: part})
-    return with_repr(made, optimizer, cls, lr=lr, groups=groups, **hyperparameters)
+    single = Optimizer({cls.__name__: part})
+    return with_repr(single, optimizer, cls, lr=lr, groups=groups, **hyperparameters)
 
 
 # Hyperparameters of a state

@@ -98,7 +98,7 @@ def part(
         chosen != "weights" or update_ is not None,
         f"{name} has the role 'weights', and no update_= that writes them",
     )
-    made = made_of(
+    single = made_of(
         name,
         chosen,
         settings or {},
@@ -133,7 +133,7 @@ def part(
         "hyperparameters": hyperparameters,
         "settings": settings,
     }
-    return with_repr(made, part, name, **{key: value for key, value in arguments.items() if value is not None})
+    return with_repr(single, part, name, **{key: value for key, value in arguments.items() if value is not None})
 
 
 def _reading(name: str, role: Role, transform: Any) -> Any:

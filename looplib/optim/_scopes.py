@@ -82,7 +82,7 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
 
     def transform(grads: Grads, state: Any, params: Params, step: int, **info: Any) -> Transformed:
         if type(state) is not dict or state.keys() != optimizers.keys():
-            raise wrong_state(state, repr(made), [f"states of {', '.join(optimizers)}"])
+            raise wrong_state(state, repr(partitioned), [f"states of {', '.join(optimizers)}"])
         outs = {
             key: optimizers[key].transform(label_grads, state[key], members, step, **info)
             for key, label_grads, members in parts_of(grads, params)
@@ -133,8 +133,8 @@ def partition(optimizers: Mapping[str, Optimizer], label: Callable[[str, Tensor]
         description=mapped(operator.attrgetter("description"), optimizers),
         evaluates=any(part.evaluates for member in optimizers.values() for part in member.parts.values()),
     )
-    made = with_repr(Optimizer({"partition": whole}), partition, optimizers, label)
-    return made
+    partitioned = with_repr(Optimizer({"partition": whole}), partition, optimizers, label)
+    return partitioned
 
 
 def _labelled(label: Callable[[str, Tensor], str], params: Params) -> dict[str, Params]:
@@ -255,7 +255,7 @@ def every(optimizer: Optimizer, n: int, *, gradients: Literal["mean", "last"] = 
 
     def transform(grads: Grads, state: Any, params: Params, step: int, **info: Any) -> Transformed:
         if type(state) is not dict or state.keys() != kept.keys() or not optimizer.fits(state["inner"]):
-            raise wrong_state({"every": state}, repr(made), kept)
+            raise wrong_state({"every": state}, repr(periodic), kept)
         count = on_host(partial(_due, n), state["steps"])
         if not count:
             return Transformed(grads, state)
@@ -295,8 +295,8 @@ def every(optimizer: Optimizer, n: int, *, gradients: Literal["mean", "last"] = 
 
     fields = {"init": init, "transform": transform, "update_": update_, "hyperparameters": hyperparameters}
     settings = {"every": n, "gradients": gradients}
-    made = _around(optimizer, "every", settings, **fields)
-    return with_repr(made, every, optimizer, n, gradients=gradients)
+    periodic = _around(optimizer, "every", settings, **fields)
+    return with_repr(periodic, every, optimizer, n, gradients=gradients)
 
 
 def _due(n: int, steps: Tensor) -> int:

@@ -90,8 +90,10 @@ def skip_nonfinite(max_consecutive: int = 5) -> Optimizer:
         check = partial(_check_row, max_consecutive), (count, step, for_message(grads))
         return Transformed(grads, {"notfinite_count": count, "total_notfinite": total}, apply=finite, on_skip=[check])
 
-    made = made_of("skip_nonfinite", "judge", {"max_consecutive": max_consecutive}, init=init, transform=transform)
-    return with_repr(made, skip_nonfinite, max_consecutive=max_consecutive)
+    skipping = made_of(
+        "skip_nonfinite", "judge", {"max_consecutive": max_consecutive}, init=init, transform=transform
+    )
+    return with_repr(skipping, skip_nonfinite, max_consecutive=max_consecutive)
 
 
 def _zero_count(params: Params) -> Tensor:
@@ -218,7 +220,7 @@ def dynamic_loss_scale(
             on_skip=[floor],
         )
 
-    made = made_of(
+    scaling = made_of(
         "dynamic_loss_scale",
         "judge",
         settings,
@@ -228,7 +230,7 @@ def dynamic_loss_scale(
         unscale=_unscaled,
     )
     named_settings = without(settings, {"init_scale"})
-    return with_repr(made, dynamic_loss_scale, init_scale, **named_settings)
+    return with_repr(scaling, dynamic_loss_scale, init_scale, **named_settings)
 
 
 def _unscaled(grads: Grads, scale: Tensor) -> None:

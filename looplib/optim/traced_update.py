@@ -123,10 +123,10 @@ class _Numbers(TorchFunctionMode):
         if isinstance(value, (tuple, list)):
             return tuple(self.at(member, step) if callable(member) else member for member in value)
         of_step = partial(_of_step, value)
-        made = on_host(of_step, step)
-        if isinstance(made, Tensor):
-            self.known[id(made)] = made, of_step, step
-        return made
+        answer = on_host(of_step, step)
+        if isinstance(answer, Tensor):
+            self.known[id(answer)] = answer, of_step, step
+        return answer
 
     def of_state(self, tensor: Tensor) -> Tensor:
         self.known[id(tensor)] = tensor, float, tensor

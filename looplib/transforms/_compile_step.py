@@ -132,8 +132,8 @@ def compile_step(
         TypeError,
     )
     plain = spec.compiler or Compiler(spec.for_graphs, spec.donate, spec.watched, WITHOUT_CODE)
-    made = step_of_graphs(step, spec, replace(plain, options=chosen))
-    remembered: S = with_repr(made, compile_step, step, mode=mode, options=options, backend=backend)
+    graph_step = step_of_graphs(step, spec, replace(plain, options=chosen))
+    remembered: S = with_repr(graph_step, compile_step, step, mode=mode, options=options, backend=backend)
     return remembered
 
 
@@ -150,8 +150,8 @@ def spec_without_graphs(step: object, transform: str) -> StepSpec:
 
 def step_of_graphs(step: S, spec: StepSpec, compiler: Compiler) -> S:
     """The same step, run by the graphs that a compiler makes of it."""
-    made = _train_step(spec, compiler) if spec.kind == "train" else _step_without_training(compiler)
-    return cast(S, with_spec(made, replace(spec, donate=compiler.donate, compiler=compiler)))
+    graph_step = _train_step(spec, compiler) if spec.kind == "train" else _step_without_training(compiler)
+    return cast(S, with_spec(graph_step, replace(spec, donate=compiler.donate, compiler=compiler)))
 
 
 def _train_step(spec: StepSpec, compiler: Compiler) -> TrainStep:

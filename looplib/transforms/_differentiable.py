@@ -128,8 +128,8 @@ def differentiable(train_step: TrainStep) -> TrainStep:
     spec = spec_without_graphs(train_step, "differentiable")
     kind = f"differentiable got a step of kind {spec.kind!r}: give what ll.make_train_step returned"
     check(spec.kind == "train", kind, TypeError)
-    made = step_of_graphs(train_step, spec, _Differentiable(spec.for_graphs, False, spec.watched, WITHOUT_CODE))
-    return with_repr(made, differentiable, train_step)
+    graph_step = step_of_graphs(train_step, spec, _Differentiable(spec.for_graphs, False, spec.watched, WITHOUT_CODE))
+    return with_repr(graph_step, differentiable, train_step)
 
 
 class _Differentiable(Compiler):

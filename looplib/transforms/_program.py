@@ -142,9 +142,9 @@ def expression(tree: Any, leaf: Callable[[Tensor, int], str] = lambda tensor, in
             return f"{constant(_with_fields)}({constant(type(node))}, {write(fields)})"
         return constant(node)
 
-    made = Expression(write(tree), [*tensors], constants)
+    written = Expression(write(tree), [*tensors], constants)
     tensors.clear()  # these functions refer to each other, and so they and their list wait for the garbage collector
-    return made
+    return written
 
 
 def _fields(node: Any) -> dict[str, Any] | None:

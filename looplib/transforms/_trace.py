@@ -143,8 +143,10 @@ def _replaced(out: Outcome, old: TrainState, known: dict[int, int]) -> dict[int,
     """Map each tensor of the outcome to the tensor of the state that it replaces, in trees that keep their structure."""
     pairs: list[tuple[Tensor, Tensor]] = []
     for new, before in zip(out[:3], (old.params, old.opt_state, old.buffers), strict=True):
-        made, replaced = expression(new), expression(before)
-        pairs += zip(made.tensors, (replaced if made.source == replaced.source else made).tensors, strict=True)
+        updated, replaced = expression(new), expression(before)
+        pairs += zip(
+            updated.tensors, (replaced if updated.source == replaced.source else updated).tensors, strict=True
+        )
     return {
         index: known[id(was)] for index, (now, was) in enumerate(pairs) if id(was) in known and same_kind(now, was)
     }
