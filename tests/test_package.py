@@ -64,6 +64,8 @@ EVERYDAY = [
     "vmap_step",
     "warmup_cosine",
 ]
+# `gradients`, `steps` and `updates` define names of the top level, under which the reference lists these. `state` has what few
+# loops use (`ll.state.fold_in`), and pages write `ll.plot` more often than most names above.
 ROOM_NAMES = [
     "checkpoint",
     "contrib",
