@@ -23,7 +23,7 @@ import sys
 import weakref
 from collections.abc import Iterable, Mapping, Sequence, Set
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,10 +42,13 @@ from looplib._core.ranks import is_first
 from looplib._core.records import records_of
 from looplib._core.switch import warnings_of_misuse
 from looplib._core.torch_private import (
-    class_weights_of,
+    disable_current_modes,
+    has_class_weights,
+    ignored_label_of,
     mean_shape_of,
     own_buffers,
     reduction_of,
+    saved_by,
     transient_buffers,
     version,
 )
@@ -447,10 +450,10 @@ _COPIES = {"ToCopy", "View", "UnsafeView", "Squeeze", "Unsqueeze", "Clone", "Ali
 _SELECTED = {"Index", "MaskedSelect"}  # as many as a mask leaves
 
 _LABELS = (
-    "the batch has labels of -100 ({path}) and the loss is a plain scalar, within accumulate or on several ranks. Such "
+    "{what} and the loss is a plain scalar, within accumulate or on several ranks. Such "
     "a loss is a mean over the other labels, but microbatches and ranks are weighted by their samples. So the loss and "
     "the gradient are not those of the whole batch if the numbers of labels differ. Return ll.Mean(total, "
-    "weight): the sum of the losses, and the number of labels that are not -100. ll.next_token_loss does so, and "
+    "weight): the sum of the losses, and the number of labels that are not {label}. ll.next_token_loss does so, and "
     "ll.losses.model_loss for the loss of a transformers model"
 )
 _SUM = (
@@ -497,19 +500,27 @@ class LossWatch:
         return is_due(self._calls) and not tracing()
 
     def look(self, batch: Any, loss: Tensor, samples: int) -> None:
-        """Look at a plain scalar that is weighted by its samples."""
-        if not self._now():
+        """Look at a plain scalar that is weighted by its samples. In a trace, its graph shows all but the labels."""
+        in_trace = warnings_of_misuse.on and tracing()
+        if not (in_trace or self._now()):
             return
-        kinds = kinds_of_mean(loss, samples)
+        with disable_current_modes() if in_trace else nullcontext():  # what is read is no part of the trace
+            terms = _terms_of(loss, samples)
+        kinds = {term.kind for term in terms}
         if "sum" in kinds:
             self._warn(_SUM)
         if "class weights" in kinds:
             self._warn(_CLASS_WEIGHTS)
-        if _LABELS in self._warned or kinds <= {"sum", "samples"}:
+        if in_trace or _LABELS in self._warned:
             return
-        for path, leaf in trees.leaves(batch):
-            if isinstance(leaf, Tensor) and leaf.dtype in _LABEL_DTYPES and bool((leaf == _IGNORED).any()):
-                return self._warn(_LABELS, path=trees.python_path(path, "batch"))
+        ignored = next((term.ignored for term in terms if term.ignored is not None), None)
+        if ignored is None and kinds <= {"sum", "samples", "labels"}:
+            return
+        path = _path_of_ignored(batch) if ignored in (None, _IGNORED) else None
+        if path is not None:
+            self._warn(_LABELS, what=f"the batch has labels of {_IGNORED} ({path})", label=_IGNORED)
+        elif ignored is not None:
+            self._warn(_LABELS, what=f"the loss leaves out labels of {ignored} (ignore_index)", label=ignored)
 
     def look_beside(self, loss: Any, values: Mapping[str, Any], samples: int) -> None:
         """Look at the values beside a loss that is a `Mean`."""
@@ -528,7 +539,7 @@ class LossWatch:
         values = {
             name: float(value.detach())
             for name, value in plain.items()
-            if kinds_of_mean(value, samples) != {"samples"}
+            if _terms_of(value, samples) != {_Term("samples")}
         }
         # A constant has the same mean over anything.
         names = [
@@ -538,9 +549,29 @@ class LossWatch:
             self._warn(_BESIDE, names=few(names), weight=weight, samples=samples)
 
 
-def kinds_of_mean(loss: Tensor, samples: int) -> set[str]:
-    """Kinds of the terms of a scalar: "sum", "class weights", a mean over the "samples", and "unknown"."""
-    kinds: set[str] = set()
+def _path_of_ignored(batch: Any) -> str | None:
+    """Path of the first labels in a batch of which some are not counted; None if there are none."""
+    for path, leaf in trees.leaves(batch):
+        if isinstance(leaf, Tensor) and leaf.dtype in _LABEL_DTYPES and bool((leaf == _IGNORED).any()):
+            return trees.python_path(path, "batch")
+    return None
+
+
+class _Term(NamedTuple):
+    """A term of a scalar.
+
+    Attributes:
+        kind: "sum", or what it is a mean over: "class weights", "labels", the "samples", or "unknown".
+        ignored: of a mean over labels, one that is left out, if it is among them.
+    """
+
+    kind: str
+    ignored: int | None = None
+
+
+def _terms_of(loss: Tensor, samples: int) -> set[_Term]:
+    """Kinds of the terms of a scalar, by the functions of its graph."""
+    terms: set[_Term] = set()
     waiting: list[tuple[Any, bool]] = [(loss.grad_fn, False)]
     while waiting:
         node, scaled = waiting.pop()
@@ -549,20 +580,34 @@ def kinds_of_mean(loss: Tensor, samples: int) -> set[str]:
             below = [(function, scaled or kind in _FACTORS) for function, _ in node.next_functions]
             waiting += [(function, by) for function, by in below if function is not None]
         else:
-            kinds.add(_kind_of_term(node, kind, scaled, samples))
-    return kinds
+            terms.add(_term(node, kind, scaled, samples))
+    return terms
 
 
-def _kind_of_term(node: Any, kind: str, scaled: bool, samples: int) -> str:
+def _term(node: Any, kind: str, scaled: bool, samples: int) -> _Term:
     reduction = reduction_of(node)
-    if reduction == "mean" and class_weights_of(node) is not None:
-        return "class weights"
+    if reduction == "mean" and has_class_weights(node) and not _are_alike(_values(node, "weight")):
+        return _Term("class weights")
+    ignored = ignored_label_of(node)
+    if reduction == "mean" and ignored is not None and (labels := _values(node, "target")) is not None:
+        return _Term("labels", ignored if bool((labels == ignored).any()) else None)
     of_each = _below(node) if kind in ("Sum", "Mean") else None
     if not scaled and (reduction == "sum" or (kind == "Sum" and reduction_of(of_each) == "none")):
-        return "sum"
+        return _Term("sum")
     if kind == "Mean" and mean_shape_of(node)[:1] == (samples,) and _kind(of_each) not in _SELECTED:
-        return "samples"
-    return "unknown"
+        return _Term("samples")
+    return _Term("unknown")
+
+
+def _values(node: Any, name: str) -> Tensor | None:
+    """A tensor that a function of a graph has saved, if its values can be read."""
+    saved = saved_by(node, name)
+    return saved if saved is not None and has_values(saved) else None
+
+
+def _are_alike(weights: Tensor | None) -> bool:
+    """True for weights that are all the same number, by which a mean is the plain one."""
+    return weights is not None and bool((weights == weights.reshape(-1)[:1]).all())
 
 
 def _below(node: Any) -> Any:

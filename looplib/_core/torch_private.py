@@ -140,10 +140,26 @@ def reduction_of(node: Any) -> str | None:
     return {0: "none", 1: "mean", 2: "sum"}.get(getattr(node, "_saved_reduction", None))  # type: ignore[arg-type]
 
 
-def class_weights_of(node: Any) -> Tensor | None:
-    """The class weights of a cross-entropy, by the function of its graph."""
-    is_nll = hasattr(node, "_saved_total_weight")
-    return node._saved_weight if is_nll else None
+def has_class_weights(node: Any) -> bool:
+    """True for a cross-entropy with class weights, by the function of its graph."""
+    if not hasattr(node, "_raw_saved_total_weight"):  # not the value, which a hook may compute
+        return False
+    return _has_hook(node._raw_saved_weight) or node._saved_weight is not None
+
+
+def ignored_label_of(node: Any) -> int | None:
+    """The label that a cross-entropy leaves out, by the function of its graph; None for another function."""
+    index: int | None = getattr(node, "_saved_ignore_index", None)
+    return index if index is None or index < 1 << 63 else index - (1 << 64)  # torch shows it without its sign
+
+
+def saved_by(node: Any, name: str) -> Tensor | None:
+    """A tensor that a function of a graph has saved. None if a hook has it, which computes it again or copies it back."""
+    return None if _has_hook(getattr(node, f"_raw_saved_{name}")) else getattr(node, f"_saved_{name}")
+
+
+def _has_hook(saved: Any) -> bool:
+    return getattr(saved, "unpack_hook", None) is not None
 
 
 def mean_shape_of(node: Any) -> tuple[int, ...]:

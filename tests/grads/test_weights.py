@@ -1,6 +1,9 @@
 """Sums over weights: batches without any, and losses that do not say what they weigh."""
 
+import gc
 import warnings
+import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -191,6 +194,184 @@ def test_class_weights_in_a_plain_mean_are_warned_of_once_under_accumulate(kind)
     fresh = both(MEANS_BY_CLASS[kind], batch)[1]
     with pytest.raises(AssertionError, match="what a mask leaves, class weights"):
         testing.assert_microbatches_equal_batch(fresh, state, batch)
+
+
+def test_class_weights_that_are_all_alike_are_no_mistake():
+    batch = images()
+    for number in (1.0, 3.0):
+        weights = torch.full((3,), number).double()
+        for smoothing in (0.0, 0.1):
+            grad_fn, _, state, raw = both(
+                lambda out, b, w=weights, s=smoothing: F.cross_entropy(out, b["y"], w, label_smoothing=s), batch
+            )
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                torch.testing.assert_close(grad_fn(state, batch).grads, raw)
+
+
+IGNORING = {
+    "cross_entropy": lambda out, b: F.cross_entropy(out, b["y"], ignore_index=0),
+    "nll": lambda out, b: F.nll_loss(out.log_softmax(1), b["y"], ignore_index=0),
+    "pixels": lambda out, b: nn.NLLLoss(ignore_index=0)(out.log_softmax(1)[..., None], b["y"][:, None]),
+    "a term, smoothed": lambda out, b: (
+        2 * F.cross_entropy(out, b["y"], ignore_index=0, label_smoothing=0.1) + out.square().mean()
+    ),
+    "negative": lambda out, b: F.cross_entropy(out, b["y"] - 5 * (b["y"] == 0).long(), ignore_index=-5),
+    "made in the loss": lambda out, b: F.cross_entropy(out, b["y"].masked_fill(b["y"] == 0, -100)),
+}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("kind", IGNORING)
+def test_labels_that_the_loss_leaves_out_are_warned_of_once_under_accumulate(kind):
+    batch, label = images(), {"negative": -5, "made in the loss": -100}.get(kind, 0)
+    grad_fn, whole, state, raw = both(IGNORING[kind], batch, 2)
+    words = rf"leaves out labels of {label} \(ignore_index\).*the number of labels that are not {label}\."
+    with pytest.warns(UserWarning, match=words) as caught:
+        split = grad_fn(state, batch).grads
+    assert [one.filename for one in caught] == [__file__]
+    assert max((split[name] - raw[name]).abs().max() for name in raw) > 1e-2  # the warning is right
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.testing.assert_close(whole(state, batch).grads, raw)
+        grad_fn(state, batch)
+    fresh = both(IGNORING[kind], batch)[1]  # one that has not warned
+    with pytest.raises(AssertionError, match="what a mask leaves"):
+        testing.assert_microbatches_equal_batch(fresh, state, batch)
+
+
+def test_labels_that_could_be_left_out_and_are_not_there_are_not_warned_of():
+    batch = images() | {"tokens": torch.tensor([[0, -100]] * 6)}  # which the loss does not take for labels
+    for loss in (
+        lambda out, b: F.cross_entropy(out, b["y"], ignore_index=7),
+        lambda out, b: F.cross_entropy(out, b["y"]),
+        lambda out, b: F.cross_entropy(out, b["y"], ignore_index=0, reduction="none").mean(),  # over the samples
+    ):
+        grad_fn, _, state, raw = both(loss, batch)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            torch.testing.assert_close(grad_fn(state, batch).grads, raw)
+
+
+def test_a_look_at_the_labels_does_not_run_a_checkpoint_again():
+    calls = []
+
+    def loss_fn(model, batch):
+        def loss(x, y):
+            calls.append(len(x))
+            return F.cross_entropy(model(x), y, CLASS_WEIGHTS, ignore_index=0)
+
+        return torch.utils.checkpoint.checkpoint(loss, batch["x"], batch["y"], use_reentrant=False)
+
+    model, batch = nn.Linear(4, 3).double(), images()
+    ll.grads.backward(ll.make_grad_fn(model, loss_fn), model, batch, step=0)
+    once, calls[:] = len(calls), []
+    with pytest.warns(UserWarning, match="class weights"):
+        ll.grads.backward(ll.accumulate(ll.make_grad_fn(model, loss_fn), 2), model, batch, step=0)
+    assert len(calls) == 2 * once
+
+
+def stacked(step):
+    mapped = ll.vmap_step(step)
+    return lambda state, batch: mapped(ll.transforms.stack_states([state, ll.state.fold_in(state, 1)]), batch)
+
+
+TRACED = {
+    "compile": partial(ll.compile_step, backend="eager"),
+    "vmap": stacked,
+    "differentiable": ll.transforms.differentiable,
+}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    ("transform", "kind"),
+    [
+        ("compile", "sum"),
+        ("compile", "class weights"),
+        ("differentiable", "sum"),
+        ("differentiable", "class weights"),
+        pytest.param("vmap", "sum", marks=pytest.mark.slow),
+    ],
+)
+def test_a_traced_step_is_warned_of_as_an_eager_one(transform, kind):
+    loss = {"sum": SUMS, "class weights": MEANS_BY_CLASS}[kind]["cross_entropy"]
+    words = {"sum": "the loss is a sum over the samples", "class weights": "a cross-entropy with class weights"}[kind]
+    batch = images()
+    grad_fn, _, state, _ = both(loss, batch, 2)
+    sgd = ll.optimizer(torch.optim.SGD, lr=1.0)
+    state = state.replace(opt_state=sgd.init(state.params))
+    eager = ll.make_train_step(grad_fn, sgd)
+    step = TRACED[transform](eager)
+    with pytest.warns(UserWarning, match=words) as caught:
+        first, _ = step(state, batch)
+    assert [one.filename for one in caught if words in str(one.message)] == [__file__]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*within accumulate or on several ranks")
+        wanted, _ = eager(state, batch)
+        if transform == "compile":
+            step(state, {name: tensor[:5] for name, tensor in batch.items()})  # another trace
+    weight = first.params["weight"][0] if transform == "vmap" else first.params["weight"]
+    torch.testing.assert_close(weight, wanted.params["weight"])
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("kind", ["class weights all alike", "labels"])
+def test_a_trace_is_not_warned_of_what_is_no_mistake_or_what_it_cannot_see(kind):
+    alike = torch.ones(3).double()
+    loss = {
+        "class weights all alike": lambda out, b: F.cross_entropy(out, b["y"], alike),
+        "labels": lambda out, b: F.cross_entropy(out, b["y"], ignore_index=0),
+    }[kind]
+    grad_fn, _, state, _ = both(loss, images())
+    step = ll.compile_step(ll.make_train_step(grad_fn, SGD), backend="eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(state.replace(opt_state=SGD.init(state.params)), images())
+
+
+class Counted(torch.utils._python_dispatch.TorchDispatchMode):
+    """Names of the operations that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **kwargs or {})
+
+
+def test_a_look_leaves_a_trace_as_it_is_and_keeps_nothing_of_it():
+    def operations(warn):
+        tensors = []
+        note = tensors.extend  # a list that a trace changes would be refused
+
+        def loss(out, batch):
+            logps, weights = out.log_softmax(1), out.new_tensor([1.0, 2.0, 3.0])  # which its graph holds
+            loss = F.nll_loss(logps, batch["y"], weights)
+            note(map(weakref.ref, (loss, logps, weights)))
+            return loss
+
+        batch = images()
+        grad_fn, _, state, _ = both(loss, batch)
+        tensors.clear()
+        state = state.replace(opt_state=SGD.init(state.params))
+        step = ll.compile_step(ll.make_train_step(grad_fn, SGD), backend="eager")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            ll.debug.warn_of_misuse(warn)
+            try:
+                step(state, batch)
+                with Counted() as counted:
+                    step(state, batch)
+            finally:
+                ll.debug.warn_of_misuse(True)
+        assert any("class weights" in str(one.message) for one in caught) == warn
+        gc.collect()
+        return counted.names, len(tensors), [ref() for ref in tensors if ref() is not None]
+
+    assert operations(True) == operations(False) == (operations(False)[0], 9, [])
 
 
 def test_the_advice_on_class_weights_gives_the_gradient_of_the_whole_batch():
