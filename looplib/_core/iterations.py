@@ -2,6 +2,7 @@
 
 - A loop that makes several train steps with each batch, and forgets `same_batch=True`: epochs end too early.
 - A loop that applies gradients, and forgets `samples=`: the position stays, and the same epoch comes again.
+- A restored loop over a plain DataLoader, which starts the epoch again.
 
 This file does nothing else. It holds counts alone, for as long as there are states of the run, and no loader or state.
 `ll.debug.warn_of_misuse(False)` switches it off.
@@ -117,6 +118,14 @@ def warn_of_position(state: Any) -> None:
             "and a resumed run leaves samples out: if several train steps use one batch, make all but the first by "
             "ll.make_train_step(..., same_batch=True)"
         )
+
+
+def is_of_loader(state: Any) -> bool:
+    """True if batches that a loader has yielded for its run are known to lead to a state."""
+    positions = _of_runs.get(state.run)
+    return (
+        positions is not None and positions.epoch_length == state.epoch_length and positions.lead_to(_position(state))
+    )
 
 
 def _position(state: Any) -> int:

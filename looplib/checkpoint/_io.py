@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, overload
 from looplib._core import errors
 from looplib._core.checks import check, check_type, few, warn
 from looplib._core.collective import RankGroup, finish_first, together, together_with_data
-from looplib._core.iterations import warn_of_position
+from looplib._core.iterations import is_of_loader, warn_of_position
 from looplib._core.mappings import mapped
 from looplib._core.ranks import is_alone, is_first
 from looplib._core.records import described
@@ -33,7 +33,7 @@ from looplib.checkpoint._format import DamagedCheckpointError, counts_of, in_wor
 from looplib.checkpoint._objects import changed_since, check_objects, load_objects, take
 from looplib.checkpoint._objects import counts_of as counts_of_objects
 from looplib.checkpoint._restore import load
-from looplib.checkpoint._settings import Select, Settings, is_of_another_loader, trees_to_save
+from looplib.checkpoint._settings import Select, Settings, trees_to_save
 from looplib.checkpoint._structure import structure_of
 from looplib.checkpoint._write import Parts
 from looplib.predicates import BestSoFar, Plateau
@@ -494,13 +494,6 @@ class CheckpointIO:
                 print(f"Restored {title} from {shown}", flush=True)
                 if line:
                     print(line, flush=True)
-                if isinstance(new, TrainState) and not weights_only and is_of_another_loader(new):
-                    print(
-                        f"No looplib loader is known to give the run's batches. A plain DataLoader starts the epoch again: skip "
-                        f"its first {new.batch} batches, or write loader = ll.make_loader(dataloader), "
-                        "ll.init_state(..., loader=loader) and for batch in loader(state)",
-                        flush=True,
-                    )
             return new  # type: ignore[no-any-return]
         check(
             not required,
@@ -562,6 +555,7 @@ class CheckpointIO:
             "metrics": mapped(described, scores),
             "made_with": self._settings.description(state),
             "loaders": state.run.known_loaders,
+            "batches_of_loader": is_of_loader(state),
             "partly_read": state.run.partly_read,
             "left_out": left_out,
             "structure": structure,

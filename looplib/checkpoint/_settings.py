@@ -49,7 +49,8 @@ class Settings:
     ) -> tuple[dict[str, Any], Run, str, str]:
         """Counts and record of a run that continues with the settings of `template`.
 
-        Also returns a warning if the settings differ, and a line to print if the batches have another size.
+        Also returns a warning if the settings differ, and a line to print if the batches have another size, or if no loader of
+        looplib is known to have given them.
         """
         counts, length, run = counts_in(manifest), template.epoch_length, template.run
         saved = manifest["made_with"]
@@ -84,7 +85,18 @@ class Settings:
             saved_loaders=saved_loaders if moved is None else loaders,
             partly_read=partly_read,
         )
-        return {**counts, **(moved or {}), "epoch_length": length}, run, warning, line
+        counts = {**counts, **(moved or {}), "epoch_length": length}
+        # Whether epochs are counted is certain from the second one on: before it, a run may have no epochs.
+        within = counts["batch"] and (length or counts["epoch"])
+        if within and not run.known_loaders and not manifest.get("batches_of_loader"):
+            line = _OF_ANOTHER_LOADER.format(batch=counts["batch"])
+        return counts, run, warning, line
+
+
+_OF_ANOTHER_LOADER = (
+    "No looplib loader is known to give the run's batches. A plain DataLoader starts the epoch again: skip its first {batch} "
+    "batches, or write loader = ll.make_loader(dataloader), ll.init_state(..., loader=loader) and for batch in loader(state)"
+)
 
 
 def _at_the_same_sample(
@@ -177,11 +189,6 @@ def _common(update: Any, other: Any) -> Any:
         return update
     parts = {name for name, value in update.items() if isinstance(value, Mapping) and "class" not in value}
     return {name: _common(update[name], other.get(name)) for name in update if name not in parts - other.keys()}
-
-
-def is_of_another_loader(state: TrainState) -> bool:
-    """True if a restored state is within an epoch, and no loader of looplib is known to yield its batches."""
-    return bool(state.batch and state.epoch_length and not state.run.known_loaders)
 
 
 def _check_ranks(

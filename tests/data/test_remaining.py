@@ -1,5 +1,7 @@
 """`loader(state)` in place of the loader, generators of the user's own, and runs whose batches come from elsewhere."""
 
+import itertools
+
 import pytest
 import torch
 from ranks import launch
@@ -65,33 +67,62 @@ def test_max_batches_leaves_a_generator_open(function):
     assert len(list(rest)) == 3
 
 
-def test_a_restore_within_an_epoch_of_a_plain_dataloader_says_what_it_starts_again(tmp_path, capsys):
+class Stream:
+    def __iter__(self):
+        return iter(DATA)
+
+
+AGAIN = "starts the epoch again: skip its first 3 batches, or write loader = ll.make_loader(dataloader)"
+THEIRS, OURS = DataLoader(DATA, batch_size=64), ll.make_loader(DATA, batch_size=64)
+STREAM = ll.make_loader(Stream(), batch_size=64)
+RUNS = {  # batches, epochs before, steps in this one, options of init_state, and if the epoch starts again
+    "plain": (THEIRS, 0, 3, {"epoch_length": 4}, True),
+    "plain, at the end": (THEIRS, 0, 4, {"epoch_length": 4}, False),
+    "plain, without epochs": (THEIRS, 0, 3, {}, False),
+    "plain, which end_epoch ends": (THEIRS, 1, 3, {}, True),
+    "plain, at the end that end_epoch makes": (THEIRS, 1, 0, {}, False),
+    "known": (OURS, 0, 3, {"loader": OURS}, False),
+    "ours": (OURS, 1, 3, {"epoch_length": 4}, False),
+    "a stream": (STREAM, 1, 3, {}, False),
+    "a stream that is known": (STREAM, 1, 3, {"loader": STREAM}, False),
+    "endless": (ll.data.endless(OURS), 1, 3, {"epoch_length": 4}, False),
+}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("kind", RUNS)
+def test_a_restore_within_an_epoch_of_a_plain_dataloader_says_what_it_starts_again(kind, tmp_path, capsys):
+    batches, epochs, steps, options, again = RUNS[kind]
     optimizer = ll.optimizer(torch.optim.SGD, lr=0.0)
     step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).mean()), optimizer)
-    theirs = DataLoader(DATA, batch_size=64)
+    state = ll.init_state(model, optimizer, **options)
 
-    def saved(batches, folder, steps, **options):
-        state = ll.init_state(model, optimizer, **options)
-        for batch in list(batches(state))[:steps]:
+    def train(state, count):
+        for batch in itertools.islice(batches if batches is THEIRS else batches(state), count):
             state, _ = step(state, batch)
-        ckpt = ll.checkpoint_io(tmp_path / folder)
-        ckpt.save(state)
-        ckpt.restore(ll.init_state(model, optimizer, **options))
-        return capsys.readouterr().out
+        return state
 
+    for _ in range(epochs):
+        state = train(state, 4)
+        ll.evaluate(ll.make_eval_step(model, lambda model, x: model(x).mean()), state, OURS)  # not what it trains on
+        state = state if state.epoch_length else ll.state.end_epoch(state)
+    ckpt = ll.checkpoint_io(tmp_path)
+    ckpt.save(train(state, steps))
+    ckpt.restore(ll.init_state(model, optimizer, **options))
+    told = capsys.readouterr().out
+    assert (AGAIN in told) == again
+    assert len(told.splitlines()) == 1 + again
+
+
+def test_loaders_that_are_described_and_restores_of_weights_say_nothing_of_a_plain_dataloader(tmp_path, capsys):
     known = {"epoch_length": 4}
-    told = saved(lambda state: theirs, "plain", 3, **known)
-    assert "starts the epoch again: skip its first 3 batches, or write loader = ll.make_loader(dataloader)" in told
-    for folder, batches, steps, options in (
-        ("at the end", lambda state: theirs, 4, known),
-        ("taken over", taken_over := ll.make_loader(theirs), 3, {"loader": taken_over}),
-        ("no epochs", lambda state: theirs, 3, {}),
-    ):
-        assert len(saved(batches, folder, steps, **options).splitlines()) == 1
-    ckpt = ll.checkpoint_io(tmp_path / "described", describe={"loader": ll.make_loader(theirs)})
-    ckpt.save(ll.init_state(model, optimizer, **known).replace(step=1, batch=1))
-    ckpt.restore(ll.init_state(model, optimizer, **known))
-    assert len(capsys.readouterr().out.splitlines()) == 1
+    ckpt = ll.checkpoint_io(tmp_path, describe={"loader": ll.make_loader(THEIRS)})
+    ckpt.save(ll.init_state(model, SGD, **known).replace(step=1, batch=1))
+    ckpt.restore(ll.init_state(model, SGD, **known))
+    plain = ll.checkpoint_io(tmp_path / "plain")
+    plain.save(ll.init_state(model, SGD, **known).replace(step=1, batch=1))
+    plain.restore(ll.init_state(model, SGD, **known), weights_only=True)
+    assert len(capsys.readouterr().out.splitlines()) == 2
 
 
 def test_a_checkpoint_that_is_required(tmp_path):
