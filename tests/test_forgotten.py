@@ -181,6 +181,29 @@ def test_a_copy_of_a_gradient_function_is_of_the_same_module():
         run.model.state_dict()
 
 
+def test_a_compiled_loss_is_not_compiled_again_for_other_modules_that_keep_their_first_weights():
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph
+
+    loss_fn = torch.compile(lambda model, x: model(x).square().mean(), backend=backend)
+
+    def run(loss_fn):
+        model = nn.Linear(4, 1)
+        step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), SGD)
+        return step, step(ll.init_state(model, SGD), X)[0]
+
+    step, state = run(loss_fn)
+    state, _ = step(state, X)
+    count, others = len(compiled), []
+    for _ in range(3):
+        others.append(run(mean_square))
+        state, _ = step(state, X)
+    assert len(compiled) == count
+
+
 def test_an_inner_step_of_meta_learning_says_nothing_about_the_module():
     run = Run(nn.Linear(4, 1))
     ll.transforms.differentiable(run.make_step())(ll.copy_state(run.state), X)

@@ -10,7 +10,8 @@
   that, warns of these.
 - A plain scalar is taken for the mean over the samples of its microbatch or rank. torch's graph tells of its own losses what
   they are: a sum, a mean over the labels that count, a mean by class weights, or a mean over the samples. Of a loss written
-  by hand, such as a masked sum, it tells nothing.
+  by hand, such as a masked sum, it tells nothing, nor of those that torch writes in such a way (`l1_loss`, `kl_div`). In a
+  trace, what needs values is not looked at.
 - Rows of packed documents go through a model that does not keep them apart.
 
 Each gets one warning. This file does nothing else: steps compute the same with it and without it, and it holds no tensor.
@@ -199,8 +200,10 @@ class _Hook:
     """Hook of `module.state_dict()` and of `module(...)`: warns once of a module that is used with its first weights."""
 
     def __call__(self, module: nn.Module, *args: Any) -> None:
+        if torch.compiler.is_dynamo_compiling():  # first, or what it compiles would depend on all modules that are stale
+            return
         stale = _stale.get(module) if warnings_of_misuse.on else None
-        if stale is None or not stale.writes or torch.compiler.is_dynamo_compiling():
+        if stale is None or not stale.writes:
             return
         # Steps and looplib's exports know whose weights they use.
         if any(module is running_module for wrapper in running.models for running_module in wrapper.modules()):
@@ -450,7 +453,7 @@ _COPIES = {"ToCopy", "View", "UnsafeView", "Squeeze", "Unsqueeze", "Clone", "Ali
 _SELECTED = {"Index", "MaskedSelect"}  # as many as a mask leaves
 
 _LABELS = (
-    "{what} and the loss is a plain scalar, within accumulate or on several ranks. Such "
+    "{what} a plain scalar, within accumulate or on several ranks. Such "
     "a loss is a mean over the other labels, but microbatches and ranks are weighted by their samples. So the loss and "
     "the gradient are not those of the whole batch if the numbers of labels differ. Return ll.Mean(total, "
     "weight): the sum of the losses, and the number of labels that are not {label}. ll.next_token_loss does so, and "
@@ -518,9 +521,9 @@ class LossWatch:
             return
         path = _path_of_ignored(batch) if ignored in (None, _IGNORED) else None
         if path is not None:
-            self._warn(_LABELS, what=f"the batch has labels of {_IGNORED} ({path})", label=_IGNORED)
+            self._warn(_LABELS, what=f"the batch has labels of {_IGNORED} ({path}) and the loss is", label=_IGNORED)
         elif ignored is not None:
-            self._warn(_LABELS, what=f"the loss leaves out labels of {ignored} (ignore_index)", label=ignored)
+            self._warn(_LABELS, what=f"the loss leaves out labels of {ignored} (ignore_index) and is", label=ignored)
 
     def look_beside(self, loss: Any, values: Mapping[str, Any], samples: int) -> None:
         """Look at the values beside a loss that is a `Mean`."""

@@ -20,8 +20,9 @@ def warn_of_misuse(on: bool) -> None:
     scores.
     All else stays: steps compute the same bits, and what would be wrong in any case is still refused.
 
-    With them, a small step takes some 2% longer, and labels of -100 and weights of losses are read now and then (at the 1st,
-    2nd, 4th, ... microbatch), which waits for an accelerator. Each `step()` of any of torch's optimizers in the process calls a
+    With them, a small step takes some 2% longer, and labels and weights of losses are read now and then (at the 1st, 2nd, 4th,
+    ... microbatch), which waits for an accelerator. A step that is compiled, mapped or differentiable is looked at while it is
+    traced, without what needs values: labels, and numbers beside a loss. Each `step()` of any of torch's optimizers in the process calls a
     hook, from the first train step on; it looks for one `.grad` and returns. To silence one and keep the others, use Python's own
     `warnings.filterwarnings("ignore", message=...)`.
 

@@ -49,8 +49,15 @@ def accumulate(
     tokens. A scalar loss is taken for the mean over the samples of its microbatch and counts by their number, as in a raw
     loop that calls `(loss * (len(microbatch) / len(batch))).backward()`. So a sum (`reduction="sum"`), a mean over tokens and
     a mean by class weights (`cross_entropy(weight=...)`) are wrong as plain scalars: return `Mean(total, weight)`, which is
-    averaged over the weight of the whole batch: its samples, tokens, or `weight[labels].sum()`. Where torch's own loss
-    functions show it, a warning says so; `ll.testing.assert_microbatches_equal_batch` finds it in any loss.
+    averaged over the weight of the whole batch: its samples, tokens, or `weight[labels].sum()`.
+    `ll.testing.assert_microbatches_equal_batch` finds such a loss.
+
+    A warning says so where torch's graph of the loss shows it. It shows the sums of `cross_entropy` and `nll_loss` of class
+    indices, `mse_loss`, `smooth_l1_loss`, `huber_loss`, `soft_margin_loss`, `multi_margin_loss`, `multilabel_margin_loss` and
+    the binary cross-entropies; class weights; and labels that are left out (of -100, or by `ignore_index=`). It does not show
+    the sums of other losses (`l1_loss`, `kl_div`, `cross_entropy` of class probabilities or with label smoothing), which look
+    like any other sum, nor of what you write yourself. While a step is traced (`compile_step`, `vmap_step`, `differentiable`),
+    labels have no values, so those that are left out are not noticed.
 
     A microbatch may have zero weight. Metrics are merged from their totals and weights. Peak memory is that of one
     microbatch.

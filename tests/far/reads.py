@@ -71,7 +71,9 @@ TABLES = {
     ],
     "Gradients": [
         Row(
-            "ll.accumulate(grad_fn, microbatches=2)", 0, "The 1st, 2nd, 4th, 8th, ... call looks for labels of -100."
+            "ll.accumulate(grad_fn, microbatches=2)",
+            0,
+            "The 1st, 2nd, 4th, 8th, ... call looks at labels and class weights.",
         ),
         Row("ll.grads.map_batch(grad_fn, lambda state, batch: batch)", 0),
         Row("ll.grads.reduce_gradients(grad_fn)", 0),
