@@ -89,13 +89,14 @@ class Settings:
         # Whether epochs are counted is certain from the second one on: before it, a run may have no epochs.
         within = counts["batch"] and (length or counts["epoch"])
         if within and not run.known_loaders and not manifest.get("batches_of_loader"):
-            line = _OF_ANOTHER_LOADER.format(batch=counts["batch"])
+            first = "batch" if counts["batch"] == 1 else f"{counts['batch']} batches"
+            line = _OF_ANOTHER_LOADER.format(first=first)
         return counts, run, warning, line
 
 
 _OF_ANOTHER_LOADER = (
-    "No looplib loader is known to give the run's batches. A plain DataLoader starts the epoch again: skip its first {batch} "
-    "batches, or write loader = ll.make_loader(dataloader), ll.init_state(..., loader=loader) and for batch in loader(state)"
+    "No looplib loader is known to give the run's batches. A plain DataLoader starts the epoch again: skip its first {first}, "
+    "or write loader = ll.make_loader(dataloader), ll.init_state(..., loader=loader) and for batch in loader(state)"
 )
 
 

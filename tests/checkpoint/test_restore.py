@@ -93,15 +93,15 @@ def test_nothing_there_is_a_start(tmp_path, capsys):
 def test_a_restore_says_what_it_restored_and_from_where(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     ckpt = ll.checkpoint_io("runs/first")
-    ckpt.save(unbound().replace(step=13, epoch=2, batch=1))
+    ckpt.save(unbound().replace(step=13, epoch=2))
     far = tmp_path.joinpath("other", *"far" * 99)
     far.mkdir(parents=True)
     for folder, options, words in (
-        (tmp_path, {}, "Restored step 13 (epoch 2, batch 1) from runs/first/step-00000013\n"),
+        (tmp_path, {}, "Restored step 13 (epoch 2, batch 0) from runs/first/step-00000013\n"),
         (tmp_path, {"weights_only": True}, "Restored weights from runs/first/step-00000013\n"),
         (tmp_path, {"quiet": True}, ""),
-        (tmp_path / "other", {}, "Restored step 13 (epoch 2, batch 1) from ../runs/first/step-00000013\n"),
-        (far, {}, f"Restored step 13 (epoch 2, batch 1) from {tmp_path}/runs/first/step-00000013\n"),
+        (tmp_path / "other", {}, "Restored step 13 (epoch 2, batch 0) from ../runs/first/step-00000013\n"),
+        (far, {}, f"Restored step 13 (epoch 2, batch 0) from {tmp_path}/runs/first/step-00000013\n"),
     ):
         monkeypatch.chdir(folder)
         ckpt.restore(unbound(), 13, **options)
