@@ -109,7 +109,7 @@ def model_loss(model: nn.Module, batch: Mapping[str, Any]) -> Mean:
 
     In rows of several documents, models keep these apart only if they take `position_ids` and get no `attention_mask`
     (b, length). A warning says if a batch has both, or if the `forward` of the model names no `position_ids`. It looks at
-    the first, second, fourth, ... batch of a model.
+    the first, second, fourth, ... batch of a model, and not while a step is traced (`compile_step`), which has no values.
 
     Args:
         model: a transformers model for causal or masked language modeling, sequence-to-sequence generation, or the

@@ -14,7 +14,7 @@ MAY_ASK = {
     "_core/tracing.py",
     "_core/passes.py",  # the form of forward and backward passes
     "_core/chain.py",  # the form of a part, and the flags of an update by hand
-    "_core/misuse.py",  # warnings look at nothing there
+    "_core/misuse.py",  # warnings look at no values there
     "_core/modules.py",  # the microbatch of a draw
     "transforms/_compile_step.py",
     "transforms/_differentiable.py",
