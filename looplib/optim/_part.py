@@ -7,6 +7,7 @@ import functools
 import inspect
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar, cast, get_args
 
 from torch import Tensor
@@ -17,7 +18,6 @@ from looplib._core.copies import leaves_of
 from looplib._core.mappings import mapped, without
 from looplib._core.random import mix
 from looplib._core.records import described, kind_of, with_repr
-from looplib._core.tracing import tracing
 from looplib.optim._third_party import STREAM, streams_at
 from looplib.types import Evaluation, Grads, Optimizer, Params, Part, Role, Transformed
 
@@ -98,32 +98,25 @@ def part(
         chosen != "weights" or update_ is not None,
         f"{name} has the role 'weights', and no update_= that writes them",
     )
-    single = made_of(
-        name,
-        chosen,
-        settings or {},
+    reads = _taking(f"transform of {name}", transform, _FIRST, ("metrics", "seed", "owned"))
+    of_second = ("metrics", "buffers", "seed", "applied", "evaluate", "carry")
+    writes = _taking(f"update_ of {name}", update_, _FIRST, of_second)
+    in_graphs = Part(
+        role=chosen,
         init=_taking(f"init of {name}", init, ("params",), ("buffers",)),
-        transform=_drawing(
-            name,
-            "transform",
-            _reading(name, chosen, _taking(f"transform of {name}", transform, _FIRST, ("metrics", "seed", "owned"))),
-        ),
-        update_=_drawing(
-            name,
-            "update_",
-            _writing(
-                name,
-                _taking(
-                    f"update_ of {name}",
-                    update_,
-                    _FIRST,
-                    ("metrics", "buffers", "seed", "applied", "evaluate", "carry"),
-                ),
-            ),
-        ),
+        transform=_reading(name, chosen, reads),
+        update_=_writing(name, writes),
         evaluation=_taking(f"evaluation of {name}", evaluation, ("params", "buffers", "state"), ()),
         hyperparameters=_taking(f"hyperparameters of {name}", hyperparameters, ("state", "step"), ()),
+        description=mapped(described, settings or {}),
     )
+    seeded = replace(
+        in_graphs,
+        transform=_drawing(name, "transform", in_graphs.transform),
+        update_=_drawing(name, "update_", in_graphs.update_),
+        for_graphs=in_graphs,  # which draw for the state's seed when they run
+    )
+    single = Optimizer({name: seeded})
     arguments = {
         "init": init,
         "transform": transform,
@@ -208,14 +201,14 @@ def written(tensors: Mapping[str, Tensor], before: Sequence[int]) -> str:
 def _drawing(name: str, half: str, function: Any) -> Any:
     """A half whose draws from torch's random streams are a function of the state's seed and step, as those of a loss are.
 
-    By hand, without `seed=`, it draws from the streams as they are. A graph draws for the state's seed when it runs.
+    By hand, without `seed=`, it draws from the streams as they are.
     """
     if function is None:
         return None
 
     def seeded(grads: Grads, state: Any, params: Params, step: int, **info: Any) -> Any:
         seed = info.get("seed")
-        if seed is None or tracing():
+        if seed is None:
             return function(grads, state, params, step, **info)
         place = zlib.crc32(
             f"{half} of {name} for {next(iter(params), None)}".encode()
