@@ -225,8 +225,7 @@ class FunctionalModule:
         self.transient = {
             (id(own_buffers(module)), key) for module in self.modes for key in torch_private.transient_buffers(module)
         }
-        shortened = {id(own_parameters(module)) for module in self.modes if _shortens_rows(module)}
-        self.unwritten.names |= {slot.name for slot in self.slots.params if id(slot.owner) in shortened}
+        self.unwritten.names |= names_of_shortened(self.modes, self.slots.params)
 
     @property
     def sharded(self) -> bool:
@@ -640,6 +639,8 @@ def _differs(module: nn.Module) -> bool:
     return isinstance(module, torch_private.BatchNorm) and module.running_mean is not None
 
 
-def _shortens_rows(module: nn.Module) -> bool:
-    """True for an embedding whose forward pass writes its weight."""
-    return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
+def names_of_shortened(modules: Iterable[nn.Module], params: Iterable[Slot]) -> set[str]:
+    """Names of the weights of embeddings with `max_norm`, which their forward passes write."""
+    layers = (module for module in modules if isinstance(module, (nn.Embedding, nn.EmbeddingBag)))
+    shortened = {id(own_parameters(layer)) for layer in layers if layer.max_norm is not None}
+    return {slot.name for slot in params if id(slot.owner) in shortened}
