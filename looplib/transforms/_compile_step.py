@@ -26,6 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from looplib._core import interrupts as _interrupts
 from looplib._core import random as draws
 from looplib._core.checks import check, few, named, warn
+from looplib._core.graphs import check_batch
 from looplib._core.lease import check_assigned, give_up, trees_of
 from looplib._core.misuse import Watch, warn_of_reached
 from looplib._core.random import generators_of, mix
@@ -164,8 +165,10 @@ def _train_step(spec: StepSpec, compiler: Compiler) -> TrainStep:
         params, _, _ = trees_of(state)
         if watch is not None:
             watch.see(state, batch)
-        if compiler.no_grad and not compiler.knows(state):
-            check_history(params)
+        if compiler.no_grad:
+            check_batch(batch)
+            if not compiler.knows(state):
+                check_history(params)
         ready = compiler.prepare(state, batch)
         if watch is not None and ready.machine.reached:
             warn_of_reached(ready.machine.reached)

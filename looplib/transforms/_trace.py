@@ -87,7 +87,9 @@ def trace(
         counts: dict[str, Any] = {name: None if inputs.counts[name] is None else Count(name) for name in COUNTS}
         params, buffers, opt_state = in_state.build()(tensors)
         state = TrainState(**counts, params=params, buffers=buffers, opt_state=opt_state)
-        batch = in_batch.build()(tensors[len(in_state.tensors) :])
+        # A loss may take derivatives with respect to those that require a gradient.
+        of_batch = zip(in_batch.tensors, tensors[len(in_state.tensors) :], strict=True)
+        batch = in_batch.build()([row.detach().requires_grad_() if of.requires_grad else row for of, row in of_batch])
         with tracing.within(record), _DrawnOnce(record) as draws:
             out = step(state, batch)
             out = out._replace(buffers=tracing.where(out.applied, out.buffers, state.buffers))
