@@ -112,7 +112,8 @@ def make_per_sample_grad_fn(
 
             grad_of_sample = torch.func.grad(loss_of_sample, has_aux=True)
             of_samples = torch.func.vmap(grad_of_sample, in_dims=(None, 0), randomness="different")
-            return of_samples(pick(of_passes, names), columns)
+            out: tuple[Grads, _Sums] = of_samples(pick(of_passes, names), columns)
+            return out
 
         # A donated step may write to parameters, as a raw loop does.
         guard = nullcontext(params) if donate else unwritten(form.guard or host.unwritten, state)
