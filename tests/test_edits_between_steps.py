@@ -132,7 +132,7 @@ def test_parameters_that_are_replaced_before_the_first_step_in_any_way_are_named
 
 
 @pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=pytest.mark.hardest) if way == "stack" else way for way in WAYS]
+    "way", [pytest.param(way, marks=pytest.mark.hardest) if way == "compiled, donated" else way for way in WAYS]
 )
 def test_a_state_that_is_made_after_a_change_before_the_first_step_is_fine_in_any_way(way):
     donate, made, given = WAYS[way]
