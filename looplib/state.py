@@ -15,7 +15,7 @@ from looplib._core import random as draws
 from looplib._core.checks import check, check_optional_count, check_type, few, is_plain, named
 from looplib._core.copies import shared_copy
 from looplib._core.engines import engine_of
-from looplib._core.forward_writes import put_back
+from looplib._core.forward_writes import WROTE, put_back, versions, written_since
 from looplib._core.mappings import fields_of, pick
 from looplib._core.memory import named_tensors, overlaps
 from looplib._core.random import mix
@@ -366,8 +366,8 @@ def apply(
     policy, or a member of a population. For whole batches, `make_predict_step` runs a state in eval mode.
 
     The module runs in the modes that it is in, and gradients flow into the weights if they require them; take targets under
-    `torch.no_grad()`. Buffers are copied first, so neither the module's nor the given ones change. It draws from torch's
-    random streams, in a loss those of the step.
+    `torch.no_grad()`. Buffers, and the weights of embeddings with `max_norm`, are copied first, so neither the module's nor
+    the given ones change. It draws from torch's random streams, in a loss those of the step.
 
     Args:
         model: the `nn.Module`, with or without torch's wrappers, which are not called.
@@ -380,6 +380,8 @@ def apply(
         ValueError: the names or shapes are not the model's, a trained parameter of what is called is missing, there is no such
             method, or the module is sharded by FSDP2, which runs its own parameters.
         TypeError: `weights` is neither a state nor a mapping.
+        RuntimeError: the forward pass wrote to the weights in place, such as by `weight.clamp_()`. Writes to `weight.data`
+            are not found.
         DonatedStateError: the state was donated to a step.
 
     Source: `torch.func.functional_call`, `flax.linen.Module.apply`.
@@ -410,8 +412,16 @@ def apply(
         "it on a state by ll.make_predict_step",
     )
     with draws.turn:  # while no other thread runs the module
-        swaps = [(slot, slot.owner[slot.key], weights.get(slot.name)) for slot in slots.params]
-        copies: dict[str, Tensor] = {}
+        shortened = _modules.names_of_shortened(model.modules(), slots.params) & weights.keys()
+        copies = {name: weights[name].clone() for name in shortened}
+        swaps = [(slot, slot.owner[slot.key], copies.get(slot.name, weights.get(slot.name))) for slot in slots.params]
+        # Within a step its own may be written as by a call of the model: the step knows if they may.
+        kept = {
+            slot.name: tensor
+            for slot, before, tensor in swaps
+            if not (tensor is None or slot.name in copies or (tensor is before and _modules.running.models))
+        }
+        counts = versions(kept)
         for slot in slots.buffers:
             buffer = weights.get(slot.name, of_model[slot.name])
             swaps.append((slot, slot.owner[slot.key], copies.setdefault(slot.name, buffer.clone())))
@@ -420,10 +430,13 @@ def apply(
             for slot, _, tensor in swaps:
                 if tensor is not None:
                     slot.owner[slot.key] = tensor
-            return function(*args, **kwargs)
+            out = function(*args, **kwargs)
         finally:
             for slot, before, _ in swaps:
                 slot.owner[slot.key] = before
+        if written := written_since(kept, counts):
+            raise RuntimeError(WROTE.format(names=few(written), state="The weights that were given have changed"))
+        return out
 
 
 def _check_weights(

@@ -321,6 +321,13 @@ def test_engines_leave_the_gradients_of_another_network_alone():
     assert launch(2, engines_beside_another_network).count("left alone") == 2
 
 
+def residual(net, x):
+    """How far a network is from a solution of u' = u."""
+    u = net(x)
+    (slope,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+    return (slope - u).square().mean()
+
+
 @pytest.mark.every_case
 @pytest.mark.parametrize(
     "form",
@@ -338,11 +345,6 @@ def test_a_view_or_a_cast_of_a_leaf_is_a_batch_of_a_pinn(form):
     leaf = torch.rand(8, 2, requires_grad=True)
     leaf = leaf if form(leaf).shape[1] == 1 else leaf[:, :1].detach().requires_grad_()
 
-    def residual(net, x):
-        u = net(x)
-        (slope,) = torch.autograd.grad(u.sum(), x, create_graph=True)
-        return (slope - u).square().mean()
-
     expected = torch.autograd.grad(residual(net, form(leaf)), [*net.parameters()])
     grad_fn, state = ll.make_grad_fn(net, residual), ll.init_state(net)
     for _ in range(2):
@@ -352,6 +354,45 @@ def test_a_view_or_a_cast_of_a_leaf_is_a_batch_of_a_pinn(form):
     assert leaf.grad is None
     parts = ll.accumulate(grad_fn, 2)(state, form(leaf)).grads
     assert all(torch.allclose(part, whole, atol=1e-6) for part, whole in zip(parts.values(), expected, strict=True))
+
+
+def stacked(state):
+    return ll.transforms.stack_states([state, ll.state.fold_in(state, 1)])
+
+
+GRAPHS = {
+    "compiled": (EAGER, lambda state: state),
+    "stack": (ll.vmap_step, stacked),
+    "differentiable": (ll.transforms.differentiable, lambda state: state),
+}
+
+
+@pytest.mark.parametrize(
+    ("parts", "form"), [(1, lambda x: x.double().float()), (2, lambda x: x)], ids=["a cast", "parts of a leaf"]
+)
+@pytest.mark.parametrize("way", GRAPHS)
+def test_the_graph_of_a_step_takes_derivatives_with_respect_to_its_batch(way, parts, form):
+    net = nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1))
+    made, given = GRAPHS[way]
+    step = made(ll.make_train_step(ll.accumulate(ll.make_grad_fn(net, residual), parts), SGD))
+    x, raw = torch.rand(6, 1, requires_grad=True), copy.deepcopy(net)
+    state, _ = step(given(ll.init_state(net, SGD)), form(x))
+    residual(raw, form(x)).backward(inputs=[*raw.parameters()])
+    torch.optim.SGD(raw.parameters(), lr=0.1).step()
+    for name, tensor in raw.named_parameters():  # of the first member of a stack
+        actual = state.params[name].detach().reshape(-1, *tensor.shape)[0]
+        torch.testing.assert_close(actual, tensor.detach())
+    assert x.grad is None
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("way", ["compiled", "stack"])
+def test_the_graph_of_a_step_refuses_a_batch_that_another_network_computed(way):
+    net = nn.Linear(1, 1)
+    step = ll.make_train_step(ll.make_grad_fn(net, lambda net, x: net(x).mean()), SGD)
+    made, given = GRAPHS[way]
+    with pytest.raises(ValueError, match=r"carries the graph.*give detach\(\).requires_grad_\(\)"):
+        made(step)(given(ll.init_state(net, SGD)), nn.Linear(1, 1)(torch.ones(8, 1)))
 
 
 @pytest.mark.every_case

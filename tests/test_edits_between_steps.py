@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -101,6 +102,127 @@ def test_layers_and_parametrizations_that_are_added_later_are_named(donate, edit
         step(state, X)
     model, step, state = begin(donate, model=model)
     step(state, X)
+
+
+def stacked(state):
+    return ll.transforms.stack_states([state, ll.state.fold_in(state, 1)])
+
+
+# What is made of the eager step and of its state; True for a donated step.
+WAYS = {
+    "compiled": (False, partial(ll.compile_step, backend="eager"), lambda state: state),
+    "compiled, donated": (True, partial(ll.compile_step, backend="eager"), lambda state: state),
+    "stack": (False, ll.vmap_step, stacked),
+    "compiled stack, donated": (True, lambda step: ll.compile_step(ll.vmap_step(step), backend="eager"), stacked),
+    "differentiable": (False, ll.transforms.differentiable, lambda state: state),
+}
+
+
+@one_report
+@pytest.mark.parametrize("edit", [tied, replaced])
+@pytest.mark.parametrize("way", WAYS)
+def test_parameters_that_are_replaced_before_the_first_step_in_any_way_are_named(way, edit):
+    donate, made, given = WAYS[way]
+    model, step, state = begin(donate)
+    step, state = made(step), given(state)
+    edit(model)
+    with pytest.raises(ValueError, match=rf"{OTHER_TENSORS[edit]}.* is another tensor than when the state was made"):
+        step(state, X)
+    _ = state.params  # it is not spent
+
+
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=pytest.mark.hardest) if way == "compiled, donated" else way for way in WAYS]
+)
+def test_a_state_that_is_made_after_a_change_before_the_first_step_is_fine_in_any_way(way):
+    donate, made, given = WAYS[way]
+    model, step, _ = begin(donate)
+    replaced(model)
+    raw = copy.deepcopy(model)
+    sgd = torch.optim.SGD(raw.parameters(), lr=0.1)
+    loss_fn(raw, X).backward()
+    sgd.step()
+    state, _ = made(step)(given(ll.init_state(model, SGD)), X)
+    for name, tensor in raw.named_parameters():  # of the first member of a stack
+        torch.testing.assert_close(state.params[name].reshape(-1, *tensor.shape)[0].detach(), tensor.detach())
+
+
+@one_report
+@pytest.mark.parametrize(
+    "step_of",
+    [
+        lambda model: ll.make_predict_step(model, lambda model, x: model(x)),
+        lambda model: ll.compile_step(ll.make_predict_step(model, lambda model, x: model(x)), backend="eager"),
+        lambda model: ll.contrib.make_per_sample_grad_fn(model, loss_fn),
+        lambda model: ll.contrib.make_contrastive_grad_fn(model, lambda m, x: m(x), torch.mean, microbatches=2),
+    ],
+    ids=["predictions", "compiled predictions", "per-sample gradients", "contrastive gradients"],
+)
+def test_parameters_that_are_replaced_before_the_first_call_of_other_functions_are_named(step_of):
+    model = net()[:3]
+    call, state = step_of(model), ll.init_state(model)
+    replaced(model)
+    with pytest.raises(
+        ValueError, match=r"2\.weight of the Sequential is another tensor than when the state was made"
+    ):
+        call(state, X)
+
+
+def test_an_embedding_that_runs_on_a_copy_and_is_replaced_before_the_first_step_is_named():
+    model = nn.Sequential(nn.Embedding(4, 4, max_norm=1.0))
+    step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), SGD)
+    state = ll.init_state(model, SGD)
+    model[0].weight = nn.Parameter(torch.zeros(4, 4))
+    with pytest.raises(ValueError, match=r"0\.weight of the Sequential is another tensor"):
+        step(state, torch.arange(4))
+
+
+def test_a_copy_of_a_state_is_trained_before_the_first_step_whatever_the_module_holds():
+    model, step, state = begin(bound=False)
+    raw = net()
+    replaced(model)
+    state, _ = step(state, X)
+    sgd = torch.optim.SGD(raw.parameters(), lr=0.1)
+    loss_fn(raw, X).backward()
+    sgd.step()
+    torch.testing.assert_close(dict(state.params), dict(raw.named_parameters()))
+
+
+def test_a_copy_of_a_state_does_not_fit_a_model_whose_weights_were_tied_since():
+    model, step, state = begin(bound=False)
+    tied(model)
+    with pytest.raises(ValueError, match=r"not those of this Sequential: .*unexpected \['2\.weight'\]"):
+        step(state, X)
+
+
+def test_a_stack_of_other_weights_does_not_fit_a_model_whose_weights_were_tied_since():
+    model, step, state = begin(model=net()[:3])
+    stack = stacked(state)
+    stack = stack.replace(params={name: tensor.detach() + 1 for name, tensor in stack.params.items()})
+    tied(model)
+    with pytest.raises(ValueError, match=r"not those of this Sequential: .*unexpected \['2\.weight'\]"):
+        ll.vmap_step(step)(stack, X)
+
+
+def test_members_whose_weights_a_model_was_given_one_after_another_are_stacked():
+    model, step, _ = begin(model=net()[:3])
+    members = []
+    for seed in (0, 1):  # the first member has the weights that the model had first
+        model.load_state_dict(net(seed)[:3].state_dict(), assign=True)
+        members.append(ll.init_state(model, SGD, seed=seed))
+    stack, _ = ll.vmap_step(step)(ll.transforms.stack_states(members), X)
+    for seed, member in enumerate(ll.transforms.unstack_states(stack)):
+        _, alone, state = begin(model=net(seed)[:3])
+        expected, _ = alone(state, X)
+        torch.testing.assert_close(dict(member.params), dict(expected.params))
+
+
+def test_a_layer_that_is_added_before_a_prediction_is_part_of_a_state_made_after_it():
+    model = net()[:1]
+    predict_step = ll.make_predict_step(model, lambda model, x: model(x))
+    appended(model)
+    expected = model(X).detach()
+    assert torch.equal(predict_step(ll.copy_state(ll.init_state(model)), X), expected)
 
 
 @pytest.mark.parametrize("edit", OTHER_TENSORS)

@@ -107,6 +107,65 @@ def test_what_writes_the_given_state_is_refused_by_name_and_the_state_is_intact(
         assert_intact(state, before)
 
 
+def contrastive(model):
+    embed = lambda model, x: model(x).reshape(len(x), -1)  # noqa: E731
+    return ll.contrib.make_contrastive_grad_fn(model, embed, lambda rows: rows.square().mean(), microbatches=2)
+
+
+def per_sample(model):
+    return ll.contrib.clip_per_sample(ll.contrib.make_per_sample_grad_fn(model, mean_square), 1.0)
+
+
+OTHER_GRAD_FNS = {
+    contrastive: WRITERS,
+    per_sample: ["clamp_", "data.clamp_"],  # torch.vmap refuses the others
+    lambda model: ll.contrib.sam(ll.make_grad_fn(model, mean_square)): WRITERS,
+    lambda model: ll.accumulate(ll.make_grad_fn(model, mean_square), 2): WRITERS,
+}
+
+
+@one_report
+@pytest.mark.parametrize("bound", [True, False])
+@pytest.mark.parametrize(("make", "kind"), [(make, kind) for make, kinds in OTHER_GRAD_FNS.items() for kind in kinds])
+def test_other_gradient_functions_refuse_writes_by_name_and_the_state_is_intact(make, kind, bound):
+    model, batch = Writer(kind), torch.randn(4, 3) if "mb" not in kind else ROWS
+    grad_fn, state = make(model), ll.init_state(model, SGD)
+    state = state if bound else ll.copy_state(state)
+    before = values(state)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"wrote to the parameter layer\.weight.*its values are as they were"):
+            grad_fn(state, batch)
+        assert_intact(state, before)
+
+
+def test_embeddings_that_fail_after_they_have_written_leave_the_state_intact():
+    model = Writer("clamp_")
+
+    def failing(model, x):
+        model(x)
+        raise KeyError("the function's own")
+
+    grad_fn = ll.contrib.make_contrastive_grad_fn(model, failing, torch.mean, microbatches=2)
+    state = ll.init_state(model, SGD)
+    before = values(state)
+    with pytest.raises(KeyError):
+        grad_fn(state, torch.ones(4, 3))
+    assert_intact(state, before)
+
+
+@pytest.mark.parametrize("make", [contrastive, per_sample])
+def test_donated_steps_of_other_gradient_functions_may_write_as_a_raw_loop_does(make):
+    model, raw = Writer("clamp_"), Writer("clamp_")
+    step, state = ll.make_train_step(make(model), SGD, donate=True), ll.init_state(model, SGD)
+    sgd = torch.optim.SGD(raw.parameters(), lr=0.1)
+    for batch in 0.01 * torch.randn(3, 4, 3):  # no sample's gradient is clipped
+        state, _ = step(state, batch)
+        sgd.zero_grad()
+        mean_square(raw, batch).backward()
+        sgd.step()
+    torch.testing.assert_close(dict(state.params), dict(raw.named_parameters()))
+
+
 @one_report
 @pytest.mark.parametrize("begins", [2, 4, 8])
 def test_writes_through_data_that_begin_later_are_refused_at_the_next_look(begins):

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from problem import WAYS
-from shared import assert_each_refused, bits, make_train_step
+from shared import SGD, assert_each_refused, bits, make_train_step
 from torch import nn
 from torch.func import functional_call
 
@@ -90,6 +90,63 @@ def test_a_part_may_be_given_and_the_rest_is_the_modules():
     mixed = copy.deepcopy(other)
     mixed.embedding.load_state_dict(agent.embedding.state_dict())
     assert torch.equal(ll.state.apply(agent, trained, X), mixed(X))
+
+
+class Written(nn.Module):
+    """An embedding whose forward pass writes its weight."""
+
+    def __init__(self, write=None, **options):
+        super().__init__()
+        torch.manual_seed(0)
+        self.write, self.layer = write, nn.Embedding(6, 3, **options)
+        with torch.no_grad():
+            self.layer.weight.mul_(10)
+
+    def forward(self, rows):
+        if self.write is not None:
+            with torch.no_grad():
+                self.write(self.layer.weight)
+        return self.layer(rows)
+
+
+@pytest.mark.parametrize("bound", [True, False])
+def test_weights_of_an_embedding_that_shortens_them_stay_and_get_their_gradients(bound):
+    model, raw, rows = Written(max_norm=0.5), Written(max_norm=0.5), torch.tensor([0, 3, 3])
+    state = ll.init_state(model)
+    state = state if bound else ll.copy_state(state)
+    before = bits((tensors(model), dict(state.params)))
+    loss = ll.state.apply(model, state, rows).square().sum()
+    expected = raw(rows).square().sum()
+    assert torch.equal(loss, expected)
+    grads = [torch.autograd.grad(loss, state.params["layer.weight"]), torch.autograd.grad(expected, raw.layer.weight)]
+    torch.testing.assert_close(*grads)
+    assert bits((tensors(model), dict(state.params))) == before
+
+
+@pytest.mark.parametrize("bound", [True, False])
+def test_a_call_that_writes_the_given_weights_is_refused(bound):
+    model = Written(lambda weight: weight.clamp_(-0.1, 0.1))
+    state = ll.init_state(model)
+    state = state if bound else ll.copy_state(state)
+    with pytest.raises(
+        RuntimeError, match=r"wrote to the parameter layer\.weight in place.*that were given have changed"
+    ):
+        ll.state.apply(model, state, torch.tensor([0, 3]))
+
+
+def test_within_a_donated_step_a_call_on_its_own_weights_may_write_them_as_in_a_raw_loop():
+    write = lambda weight: weight.clamp_(-0.1, 0.1)  # noqa: E731
+    model, raw, rows = Written(write), Written(write), torch.tensor([0, 3])
+
+    def loss_fn(model, rows):
+        return ll.state.apply(model, tensors(model), rows).square().mean()
+
+    step = make_train_step(ll.make_grad_fn(model, loss_fn), SGD, donate=True)
+    state, _ = step(ll.init_state(model, SGD), rows)
+    sgd = torch.optim.SGD(raw.parameters(), lr=0.1)
+    raw(rows).square().mean().backward()
+    sgd.step()
+    torch.testing.assert_close(state.params["layer.weight"], raw.layer.weight)
 
 
 def test_the_module_is_left_as_it_was_when_the_call_fails():

@@ -8,12 +8,14 @@ from torch import nn
 from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, IntxWeightOnlyConfig, quantize_
 
 import looplib as ll
+from looplib import testing
 
 CONFIGS = {
     "int8": Int8WeightOnlyConfig(),
     "float8": Float8WeightOnlyConfig(),
     "int4": IntxWeightOnlyConfig(weight_dtype=torch.int4),
 }
+SGD = ll.optimizer(torch.optim.SGD, lr=0.1)
 BATCHES = [torch.randn(8, 32, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
 
 
@@ -102,3 +104,88 @@ def test_a_checkpoint_of_quantized_weights_is_refused_with_what_can_be_saved(tmp
     ):
         ll.checkpoint_io(tmp_path).save(state)
     ll.checkpoint_io(tmp_path, select=lambda name, tensor: tensor.requires_grad).save(state)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("name", CONFIGS)
+def test_fingerprints_and_differences_are_those_of_the_tensors_in_a_quantized_weight(name):
+    state, other = (ll.init_state(Adapted(CONFIGS[name], seed)) for seed in (0, 1))
+    weight, other_weight = state.params["base.weight"], other.params["base.weight"]
+    prints, parts = ll.debug.fingerprint(state), weight.__tensor_flatten__()[0]
+    assert prints == ll.debug.fingerprint(ll.copy_state(state))
+    assert [path for path in prints if "base.weight/" in path] == [f"/params/base.weight/{part}" for part in parts]
+    for part in parts:
+        assert prints[f"/params/base.weight/{part}"] == ll.debug.fingerprint(getattr(weight, part))["/"]
+    assert ll.debug.differences(state, ll.copy_state(state)) == []
+    leaves = {leaf.path: leaf for leaf in ll.debug.differences(weight, other_weight)}
+    for part in parts:
+        a, b = (getattr(tensor, part).double() for tensor in (weight, other_weight))
+        leaf = leaves.pop(f"/{part}", None)
+        assert (0, 0) if leaf is None else (leaf.differing, leaf.largest) == ((a != b).sum(), (a - b).abs().max())
+    assert not leaves
+
+
+def test_a_quantized_weight_differs_from_a_plain_one_by_its_kind():
+    weight = Adapted(CONFIGS["int8"]).base.weight
+    first, *_ = ll.debug.differences({"w": weight}, {"w": weight.dequantize()})
+    assert str(first) == "/w: 'Int8Tensor of float32' against float32 (32, 32)"
+
+
+@pytest.mark.parametrize("donate", [False, True])
+def test_a_step_on_quantized_weights_that_runs_twice_is_the_step(donate):
+    (model, state), (raw, start) = (
+        (model, ll.init_state(model, SGD)) for model in map(Adapted, [CONFIGS["int8"]] * 2)
+    )
+    step = ll.debug.run_twice(ll.make_train_step(ll.make_grad_fn(model, loss_fn), SGD, donate=donate))
+    expected, _ = ll.make_train_step(ll.make_grad_fn(raw, loss_fn), SGD)(start, BATCHES[0])
+    state, _ = step(state, BATCHES[0])
+    torch.testing.assert_close(state.params["adapter.weight"], expected.params["adapter.weight"], rtol=0, atol=0)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("name", CONFIGS)
+def test_steps_on_quantized_weights_are_checked_for_purity(name):
+    model = Adapted(CONFIGS[name])
+    grad_fn, state = ll.make_grad_fn(model, loss_fn), ll.init_state(model, SGD)
+    train_step = ll.make_train_step(grad_fn, SGD)
+    for step in (
+        train_step,
+        ll.make_eval_step(model, loss_fn),
+        ll.make_predict_step(model, lambda model, x: model(x)),
+    ):
+        testing.assert_pure(step, state, BATCHES[0])
+    testing.assert_donated_equals_pure(grad_fn, SGD, state, BATCHES)
+
+    def writing(state, batch):
+        state.params["base.weight"].qdata.zero_()
+        return train_step(state, batch)
+
+    with pytest.raises(AssertionError, match=r"wrote to the state that it was given:\n.*base\.weight/qdata"):
+        testing.assert_pure(writing, ll.copy_state(state), BATCHES[0])
+
+
+def test_kept_states_share_quantized_weights_that_stay():
+    model = Adapted(CONFIGS["int8"])
+    step, state = ll.make_train_step(ll.make_grad_fn(model, loss_fn), SGD), ll.init_state(model, SGD)
+    kept = ll.debug.record_steps(ll.debug.record_steps({}, state), step(state, BATCHES[0])[0])
+    first, second = (kept[number].params for number in (0, 1))
+    assert first["base.weight"] is second["base.weight"]
+    assert first["adapter.weight"] is not second["adapter.weight"]
+
+
+def test_graphs_and_stacks_of_quantized_weights_are_refused_by_name():
+    model = Adapted(CONFIGS["int8"])
+    state = ll.init_state(model, SGD)
+    train_step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), SGD)
+    predict_step = ll.make_predict_step(model, lambda model, x: model(x))
+    for step in (
+        ll.compile_step(train_step, backend="eager"),
+        ll.compile_step(predict_step, backend="eager"),
+        ll.transforms.differentiable(train_step),
+    ):
+        with pytest.raises(
+            ll.transforms.UntraceableError, match=r"base\.weight in the state: an Int8Tensor consists of"
+        ):
+            step(state, BATCHES[0])
+    with pytest.raises(ValueError, match=r"params\['base\.weight'\] is an Int8Tensor, .* cannot be stacked"):
+        ll.transforms.stack_states([state, ll.state.fold_in(state, 1)])

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter, methodcaller
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from looplib._core import tracing as _tracing
 from looplib._core.checks import check, check_type, few, warn
 from looplib._core.engines import Engine, engine_of, refuse_late
 from looplib._core.errors import fold, note_batch
-from looplib._core.forward_writes import Unwritten
+from looplib._core.forward_writes import Unwritten, has_values
 from looplib._core.graphs import REENTRANT
 from looplib._core.mappings import mapped, pairs
 from looplib._core.switch import warnings_of_misuse
@@ -188,7 +188,7 @@ class FunctionalModule:
         devices, generators: those of the last call's parameters, and their random streams.
         known_params: the parameters that the module held at the last call, or at first. Others in their places, which are
             not the state's either, came after the state, which is refused.
-        ran: True from the first call on; a state that is older than a replaced parameter was fine before it.
+        ran: True from the first call on. Parameters that were replaced before it are fine if the state came after them.
         found_modes: modes of the module of which a warning was last given.
     """
 
@@ -225,8 +225,7 @@ class FunctionalModule:
         self.transient = {
             (id(own_buffers(module)), key) for module in self.modes for key in torch_private.transient_buffers(module)
         }
-        shortened = {id(own_parameters(module)) for module in self.modes if _shortens_rows(module)}
-        self.unwritten.names |= {slot.name for slot in self.slots.params if id(slot.owner) in shortened}
+        self.unwritten.names |= names_of_shortened(self.modes, self.slots.params)
 
     @property
     def sharded(self) -> bool:
@@ -243,6 +242,31 @@ class FunctionalModule:
                 raise ValueError(_CHANGED)
             self._read()
         if params.keys() != self.param_names or buffers.keys() != self.buffer_names:
+            self.explain(params, buffers)
+        if not (self.ran or running.models or self.sharded):  # the last two put tensors of their own there
+            self._take_over(params, buffers)
+
+    def _take_over(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
+        """Learn parameters that were replaced before the first call; raise ValueError if the state is older than they are.
+
+        Asked here, of the state's own tensors: passes run on copies of them, on leaves over them, or on those of a trace.
+        """
+        replaced = self._replaced(self._differing(params))
+        if not replaced:
+            return
+        of_state = {name: _tracing.original(params[name]) for name in replaced}
+        old = {name: self.known_params[name] for name in replaced}
+        # A stack of older states has new tensors with the old values. A copy of one state may be meant.
+        if any(of_state[name] is old[name] for name in replaced) or (
+            _stack_holds(of_state, old) and not _stack_holds(of_state, replaced)
+        ):
+            self._refuse_replaced(replaced)
+        engine = self.engine
+        self._read()
+        if self.engine is not engine:  # sharded, without a change of the layers
+            refuse_late(self.engine)
+        self.known_params = tensors(self.slots.params)
+        if params.keys() != self.param_names:  # tied
             self.explain(params, buffers)
 
     def warn_of_eval_mode(self, names: Sequence[str]) -> None:
@@ -372,8 +396,9 @@ class FunctionalModule:
         """The slots that do not hold the parameters of a call, which may take their places; `hosted` within another call."""
         swaps = self._differing(now)
         if swaps:
-            if not (hosted or self.sharded):  # which put tensors of their own there
-                self._check_known(swaps)
+            # Before the first call, the state may have been made after the parameters were replaced: see `_take_over`.
+            if self.ran and not (hosted or self.sharded) and (replaced := self._replaced(swaps)):
+                self._refuse_replaced(replaced)
             self._check_swaps(swaps, params)
         elif not hosted:  # else the module may hold the tensors of the call around this one
             self.known_params = dict(params)
@@ -394,20 +419,15 @@ class FunctionalModule:
         except KeyError:  # a parametrization or pruning has put others into its place
             raise ValueError(_CHANGED) from None
 
-    def _check_known(self, swaps: Sequence[Swap]) -> None:
-        """Raise ValueError if the module holds parameters that came after the state."""
-        replaced = [(name, tensor) for _, _, name, present, tensor in swaps if present is not self.known_params[name]]
-        if not replaced:
-            return
-        # Before the first call, the state may have been made after the parameters were replaced, and then copied.
-        if self.ran or any(tensor is self.known_params[name] for name, tensor in replaced):
-            names = few(dict.fromkeys(name for name, _ in replaced))
-            raise ValueError(_REPLACED.format(names=names, model=type(self.model).__name__))
-        engine = self.engine
-        self._read()
-        if self.engine is not engine:  # sharded, without a change of the layers
-            refuse_late(self.engine)
-        self.known_params = tensors(self.slots.params)
+    def _replaced(self, swaps: Sequence[Swap]) -> dict[str, Tensor]:
+        """Those of these parameters that the module did not hold at the last call, or at first."""
+        known = self.known_params
+        replaced = {name: present for _, _, name, present, _ in swaps if present is not known.get(name, present)}
+        check(all(present is not None for present in replaced.values()), _CHANGED)
+        return replaced
+
+    def _refuse_replaced(self, replaced: Iterable[str]) -> NoReturn:
+        raise ValueError(_REPLACED.format(names=few([*replaced]), model=type(self.model).__name__))
 
     def _keep_buffers(self, buffers: Mapping[str, Tensor] | None) -> None:
         """Leave the buffers of a donated state in the module; after a pass that failed, those that were given."""
@@ -596,6 +616,18 @@ def _differing(slots: Iterable[Slot], tensors: Mapping[str, Tensor]) -> list[Swa
     ]
 
 
+def _stack_holds(of_state: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> bool:
+    """True if the parameters of a stack of states have the values of these in all members."""
+    with torch_private.disable_current_modes():  # these have values, also while a step is traced
+        return all(_member_holds(of_state[name], other) for name, other in others.items())
+
+
+def _member_holds(stacked: Tensor, other: Tensor) -> bool:
+    if not (has_values(stacked) and has_values(other) and stacked.device == other.device):
+        return False
+    return stacked.shape[1:] == other.shape and bool((stacked == other).all())
+
+
 def _places(slots: Members) -> list[Any]:
     return [(id(owner), key, name) for owner, key, name in slots.params]
 
@@ -607,6 +639,8 @@ def _differs(module: nn.Module) -> bool:
     return isinstance(module, torch_private.BatchNorm) and module.running_mean is not None
 
 
-def _shortens_rows(module: nn.Module) -> bool:
-    """True for an embedding whose forward pass writes its weight."""
-    return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None
+def names_of_shortened(modules: Iterable[nn.Module], params: Iterable[Slot]) -> set[str]:
+    """Names of the weights of embeddings with `max_norm`, which their forward passes write."""
+    layers = (module for module in modules if isinstance(module, (nn.Embedding, nn.EmbeddingBag)))
+    shortened = {id(own_parameters(layer)) for layer in layers if layer.max_norm is not None}
+    return {slot.name for slot in params if id(slot.owner) in shortened}

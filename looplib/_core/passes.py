@@ -5,12 +5,15 @@ A gradient function and an evaluation are the same in both. What differs stands 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+from torch import Tensor
+
 from looplib._core import tracing
-from looplib._core.forward_writes import UnwrittenInGraph
+from looplib._core.forward_writes import Unwritten, UnwrittenInGraph
+from looplib._core.lease import overwritten, trees_of
 from looplib._core.random import mix
 
 
@@ -63,3 +66,18 @@ def passes() -> Passes:
     which hand on nothing.
     """
     return _TRACED if tracing.entered and tracing.current() is not None else _ON_VALUES
+
+
+@contextmanager
+def unwritten(guard: Unwritten | UnwrittenInGraph, state: Any) -> Iterator[dict[str, Tensor]]:
+    """The parameters of a state for passes that leave them as they are. Raises if one is written, and undoes it."""
+    params, _, _ = trees_of(state)
+    guarded = guard.begin(params)
+    try:
+        yield guarded.params
+        trees_of(state)  # raises if another thread has written it since
+    except Exception:
+        if overwritten(state, (params,)) is None:
+            guard.end(guarded, params)
+        raise
+    guard.check(guarded, params)

@@ -184,7 +184,8 @@ def split(
     if len(sizes) <= 1:
         return [batch]
     ends = pairwise([0, *accumulate(sizes)])
-    parts = cut(batch, count, [operator.itemgetter(slice(low, high)) for low, high in ends])
+    with torch.enable_grad():  # a trace has it off, and a loss may take derivatives with respect to its microbatch
+        parts = cut(batch, count, [operator.itemgetter(slice(low, high)) for low, high in ends])
     part_sizes = [*map(count_samples, parts)]
     if sum(part_sizes) != count:
         raise ValueError(

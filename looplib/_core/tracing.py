@@ -9,7 +9,7 @@ a trace, each of these is the plain operation.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -39,6 +39,8 @@ class Trace:
         answer: function that returns the host's answer to a question: a function, and its arguments.
         around_loss: context for the user's loss function, if the graph itself is to be differentiated.
         stacked: True if the graph is to be mapped over members.
+        originals: by the id of a tensor of the traced state, the tensor with values for which it stands: of all members,
+            if `stacked`.
         kernels_from: number of parameters from which on a fused kernel, which can neither be mapped over members nor
             differentiated, updates them.
         stream: index of the microbatch for which random numbers are drawn.
@@ -49,6 +51,7 @@ class Trace:
     around_loss: Callable[[], AbstractContextManager[Any]] | None = None
     stacked: bool = False
     kernels_from: float = math.inf
+    originals: Mapping[int, Tensor] = field(default_factory=dict)
     stream: int = 0
     afterwards: list[tuple[Callable[..., None], tuple[Any, ...]]] = field(default_factory=list)
 
@@ -133,6 +136,12 @@ def draws_for(microbatch: int) -> None:
     """Set the microbatch for which a trace draws random numbers from now on."""
     if (trace := current()) is not None:
         trace.stream = microbatch
+
+
+def original(tensor: Tensor) -> Tensor:
+    """The tensor with values for which a tensor of a traced state stands; outside a trace, the tensor itself."""
+    trace = current()
+    return tensor if trace is None else trace.originals.get(id(tensor), tensor)
 
 
 def refuse_in_graph(message: str) -> None:

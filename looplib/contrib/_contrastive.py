@@ -9,6 +9,7 @@ for each microbatch, compute the embeddings again with a graph, and propagate th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from looplib._core import modules as _modules
 from looplib._core import trees
 from looplib._core.checks import check, check_count
 from looplib._core.lease import trees_of
+from looplib._core.passes import unwritten
 from looplib._core.random import mix
 from looplib._core.ranks import is_distributed, largest_over_ranks, rank
 from looplib._core.records import Made, check_kind, with_record, with_repr
@@ -112,11 +114,15 @@ def make_contrastive_grad_fn(
         state: TrainState, batch: Any, *, index: int = 0, part: BatchPart | None = None, **request: Any
     ) -> Gradients:
         _check_whole(part)
+        params, buffers, _ = trees_of(state)
+        host.check(params, buffers)
         count = counter(batch)
         check(count, "the batch has no samples, so its loss has no value: leave it out")
         sizes = even(count, microbatches)
         batches = split(batch, count, sizes, counter)
-        embeddings = [*map(_checked, _embedded(host, embed_fn, state, batches, index), sizes)]
+        # A donated step may write to parameters in each of its passes, as a raw loop does.
+        with nullcontext(params) if request.get("donate") else unwritten(host.unwritten, state) as of_passes:
+            embeddings = [*map(_checked, _embedded(host, embed_fn, state, of_passes, batches, index), sizes)]
         loss, aux, grads, total = _loss_and_grads(embedding_loss, _concatenated(embeddings), count)
         columns = zip(*(torch.split(grad, sizes) for grad in grads), strict=True)
         shares = [size / total for size in sizes]
@@ -135,12 +141,11 @@ def _embedded(
     host: _modules.FunctionalModule,
     embed_fn: Callable[[Any, Any], Any],
     state: TrainState,
+    params: dict[str, Tensor],
     batches: Sequence[Any],
     index: int,
 ) -> list[Any]:
-    """Embeddings of each microbatch without a graph, with the random numbers of the later pass."""
-    params, buffers, _ = trees_of(state)
-    host.check(params, buffers)
+    """Embeddings of each microbatch by these parameters without a graph, with the random numbers of the later pass."""
     seeds = [mix(state.seed, state.step, rank(), microbatch) for microbatch in indices(index, len(batches))]
     passes = largest_over_ranks(len(batches))
     embeddings: list[Any] = []
@@ -152,7 +157,7 @@ def _embedded(
             embeddings.append(embed_fn(host.model, batches[index]))
 
     with torch.no_grad():
-        host.run(params, buffers, seeds[0], body)
+        host.run(params, state.buffers, seeds[0], body)
     return embeddings[: len(batches)]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,7 @@ from looplib._core import torch_private, trees
 from looplib._core.checks import as_tensor, check
 from looplib._core.lease import trees_of
 from looplib._core.mappings import mapped, pick, wide_dtype
-from looplib._core.passes import Passes, passes
+from looplib._core.passes import Passes, passes, unwritten
 from looplib._core.ranks import rank
 from looplib._core.records import Made, check_kind, with_record, with_repr
 from looplib._core.samples import as_counter, one_for_each
@@ -104,16 +105,22 @@ def make_per_sample_grad_fn(
         samples = counter(batch)
         columns, layout = _columns_of(batch, samples)
 
-        def loss_of_sample(leaves: Grads, rows: list[Tensor]) -> tuple[Tensor, _Sums]:
-            body = partial(_value_and_sums, host, form, loss_fn, _batch_of_one(layout, rows), lent)
-            return host.run({**params, **leaves}, lent, seed, body, in_place=True)
+        def grads_of_samples(of_passes: dict[str, Tensor]) -> tuple[Grads, _Sums]:
+            def loss_of_sample(leaves: Grads, rows: list[Tensor]) -> tuple[Tensor, _Sums]:
+                body = partial(_value_and_sums, host, form, loss_fn, _batch_of_one(layout, rows), lent)
+                return host.run({**of_passes, **leaves}, lent, seed, body, in_place=True)
 
-        grad_of_sample = torch.func.grad(loss_of_sample, has_aux=True)
-        grads_of_samples = torch.func.vmap(grad_of_sample, in_dims=(None, 0), randomness="different")
+            grad_of_sample = torch.func.grad(loss_of_sample, has_aux=True)
+            of_samples = torch.func.vmap(grad_of_sample, in_dims=(None, 0), randomness="different")
+            out: tuple[Grads, _Sums] = of_samples(pick(of_passes, names), columns)
+            return out
+
+        # A donated step may write to parameters, as a raw loop does.
+        guard = nullcontext(params) if donate else unwritten(form.guard or host.unwritten, state)
         try:
             # Use the plain form of attention and recurrent layers: vmap would run fused kernels one sample at a time.
-            with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), RecurrentInParts():
-                grads, sums = grads_of_samples(pick(params, names), columns)
+            with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), RecurrentInParts(), guard as of_passes:
+                grads, sums = grads_of_samples(of_passes)
         except RuntimeError as error:
             host.explain(params, buffers)
             if "mutate a captured Tensor" in str(error) or "updated in place" in str(error):

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from looplib._core import trees
-from looplib._core.checks import check
+from looplib._core.checks import check, parts_of
 from looplib._core.checksums import bits_of, bytes_of
 from looplib._core.ranks import local
+from looplib._core.torch_private import wraps_tensors
 from looplib.log import read_jsonl
 from looplib.metrics import Mean
 
@@ -41,8 +42,9 @@ def fingerprint(tree: Any) -> dict[str, str]:
     Then compare the logs: `first_difference(read_fingerprints("a.jsonl"), read_fingerprints("b.jsonl"))`.
 
     The fingerprint of a tensor is a hash of its dtype, shape and bytes, on any device and with any strides. For a
-    DTensor, it is the hash of this process's shard. A plain value is its own fingerprint. 0.0 and -0.0 differ, and
-    two NaNs may. Each tensor is copied to the CPU.
+    DTensor, it is the hash of this process's shard. A tensor that consists of others, such as a quantized one, has a hash
+    for each of these (`/params/0.weight/scale`). A plain value is its own fingerprint. 0.0 and -0.0 differ, and two NaNs
+    may. Each tensor is copied to the CPU.
 
     Args:
         tree: a state, or any tree of tensors, NumPy arrays and plain values, such as a batch, or
@@ -55,9 +57,22 @@ def fingerprint(tree: Any) -> dict[str, str]:
 
 
 def leaves_by_path(tree: Any) -> Iterator[tuple[str, Any]]:
-    """Leaves of a tree by path, such as /params/0.weight. A `Mean` counts as its value, however it was accumulated."""
+    """Leaves of a tree by path, such as /params/0.weight. A `Mean` counts as its value, however it was accumulated.
+
+    Of a tensor that consists of others, such as a quantized one, its kind and each of these, /params/0.weight/scale.
+    """
     for path, leaf in trees.leaves(tree, is_leaf=lambda node: isinstance(node, Mean)):
-        yield trees.pointer(path) or "/", leaf.compute() if isinstance(leaf, Mean) else leaf
+        yield from _parts(trees.pointer(path) or "/", leaf.compute() if isinstance(leaf, Mean) else leaf)
+
+
+def _parts(path: str, leaf: Any) -> Iterator[tuple[str, Any]]:
+    if not isinstance(leaf, Tensor) or not wraps_tensors(tensor := local(leaf)):
+        yield path, leaf
+        return
+    yield path, f"{type(tensor).__name__} of {str(tensor.dtype).removeprefix('torch.')}"
+    names, _ = tensor.__tensor_flatten__()
+    for name in names:
+        yield from _parts(f"{path.rstrip('/')}/{name}", getattr(tensor, name))
 
 
 def _hash(path: str, leaf: Any) -> str:
@@ -80,7 +95,12 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     """True if two tensors have the same dtype, shape and bytes."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
-    return torch.equal(bits_of(local(one)), bits_of(local(other)).to(one.device))
+    parts, others = parts_of(local(one)), parts_of(local(other))
+    if len(parts) != len(others):
+        return False
+    if len(parts) > 1:
+        return all(map(same_bits, parts, others))
+    return torch.equal(bits_of(parts[0]), bits_of(others[0]).to(parts[0].device))
 
 
 def read_fingerprints(path: str | os.PathLike[str]) -> dict[int, dict[str, str]]:

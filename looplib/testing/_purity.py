@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from looplib._core.ranks import is_sharded
 from looplib._core.records import check_no_module
+from looplib._core.torch_private import wraps_tensors
 from looplib.metrics import compute
 from looplib.state import copy_state
 from looplib.steps import make_train_step
@@ -91,10 +93,14 @@ def assert_pure(step: Callable[[TrainState, Any], Any], state: TrainState, batch
 
 def _perturbed(state: TrainState) -> TrainState:
     """A state of the same run with different weights and a different seed."""
+    # Frozen tensors that consist of others, such as quantized ones, cannot be multiplied.
     params = {
-        name: (t.detach() * 1.125).to(t.dtype).requires_grad_(t.requires_grad) for name, t in state.params.items()
+        name: (tensor.detach() * 1.125).to(tensor.dtype).requires_grad_(tensor.requires_grad)
+        for name, tensor in state.params.items()
+        if tensor.requires_grad or is_sharded(tensor) or not wraps_tensors(tensor)
     }
-    return copy_state(state).replace(params=params, seed=state.seed + 1)
+    copy = copy_state(state)
+    return copy.replace(params={**copy.params, **params}, seed=state.seed + 1)
 
 
 def assert_donated_equals_pure(

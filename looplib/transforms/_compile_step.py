@@ -25,12 +25,14 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from looplib._core import interrupts as _interrupts
 from looplib._core import random as draws
-from looplib._core.checks import check, few, warn
+from looplib._core.checks import check, few, named, warn
+from looplib._core.graphs import check_batch
 from looplib._core.lease import check_assigned, give_up, trees_of
 from looplib._core.misuse import Watch, warn_of_reached
 from looplib._core.random import generators_of, mix
 from looplib._core.ranks import is_distributed, is_sharded, rank
 from looplib._core.records import with_repr
+from looplib._core.torch_private import wraps_tensors
 from looplib._core.tracing import UntraceableError, tracing
 from looplib.gradients import EVALUATED, check_history
 from looplib.steps import Outcome, StepSpec, spec_of, with_spec
@@ -163,8 +165,10 @@ def _train_step(spec: StepSpec, compiler: Compiler) -> TrainStep:
         params, _, _ = trees_of(state)
         if watch is not None:
             watch.see(state, batch)
-        if compiler.no_grad and not compiler.knows(state):
-            check_history(params)
+        if compiler.no_grad:
+            check_batch(batch)
+            if not compiler.knows(state):
+                check_history(params)
         ready = compiler.prepare(state, batch)
         if watch is not None and ready.machine.reached:
             warn_of_reached(ready.machine.reached)
@@ -374,6 +378,13 @@ class Compiler:
             raise UntraceableError(
                 f"{few(names, 3)} in the state: DTensors, whose ranks send each other parts, which a graph of a step would "
                 "leave out. Compile the model's blocks instead, for block in model.blocks: block.compile()"
+            )
+        of_state = {**inputs.state.params, **inputs.state.buffers}
+        if names := [name for name, tensor in of_state.items() if wraps_tensors(tensor)]:
+            raise UntraceableError(
+                f"{few(names, 3)} in the state: {named(of_state[names[0]])} consists of other tensors, as quantized weights do, "
+                "and the graph of a step is one of plain tensors. Leave out ll.compile_step, ll.vmap_step or "
+                "ll.transforms.differentiable, and compile the model's blocks, for block in model.blocks: block.compile()"
             )
         begin, shown = time.perf_counter(), self.options.get("backend") != "eager" and _is_watched()
         if shown:

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_with_path
 
-from looplib._core.checks import as_tensor, check, few, is_plain, separated, warn
+from looplib._core.checks import as_tensor, check, few, is_plain, named, separated, warn
 from looplib._core.copies import is_shared
 from looplib._core.mappings import fields_of
+from looplib._core.torch_private import wraps_tensors
 from looplib._core.trees import same, same_kind
 from looplib.types import TREES, Metric, TrainState, check_state
 
@@ -88,6 +89,11 @@ def _stacked(trees: Sequence[Any], name: str) -> Any:
 
 def _stacked_leaves(path: str, leaves: Sequence[Any]) -> Any:
     first = leaves[0]
+    if isinstance(first, Tensor) and wraps_tensors(first):
+        raise ValueError(
+            f"{path} is {named(first)}, which consists of other tensors, as quantized weights do, and cannot be stacked: "
+            "step the members one after another"
+        )
     frozen = path.startswith("params") and isinstance(first, Tensor) and is_plain(first) and not first.requires_grad
     for number, leaf in enumerate(leaves):
         if isinstance(first, Tensor) and isinstance(leaf, Tensor):

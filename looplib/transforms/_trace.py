@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -57,6 +57,7 @@ def trace(
     around_loss: Callable[[], Any] | None = None,
     stacked: bool = False,
     kernels_from: float = math.inf,
+    originals: Sequence[Tensor] | None = None,
 ) -> Traced:
     """Trace a step.
 
@@ -67,6 +68,7 @@ def trace(
         around_loss: context for the loss function, if the graph itself is to be differentiated.
         stacked: True if the graph is to be mapped over members.
         kernels_from: number of parameters from which on a fused kernel updates them.
+        originals: the tensors of all members of the stack whose first one is `inputs.state`; by default those of this.
     """
     in_state = expression((inputs.state.params, inputs.state.buffers, inputs.state.opt_state))
     in_batch = expression(inputs.batch)
@@ -80,11 +82,14 @@ def trace(
     def run(*tensors: Tensor) -> list[Tensor]:
         """Run the step on a state made of these tensors."""
         known = {id(tensor): index for index, tensor in enumerate(tensors)}
-        record = tracing.Trace(branch.ask, around_loss, stacked, kernels_from)
+        of_values = dict(zip(map(id, tensors), in_state.tensors if originals is None else originals, strict=False))
+        record = tracing.Trace(branch.ask, around_loss, stacked, kernels_from, of_values)
         counts: dict[str, Any] = {name: None if inputs.counts[name] is None else Count(name) for name in COUNTS}
         params, buffers, opt_state = in_state.build()(tensors)
         state = TrainState(**counts, params=params, buffers=buffers, opt_state=opt_state)
-        batch = in_batch.build()(tensors[len(in_state.tensors) :])
+        # A loss may take derivatives with respect to those that require a gradient.
+        of_batch = zip(in_batch.tensors, tensors[len(in_state.tensors) :], strict=True)
+        batch = in_batch.build()([row.detach().requires_grad_() if of.requires_grad else row for of, row in of_batch])
         with tracing.within(record), _DrawnOnce(record) as draws:
             out = step(state, batch)
             out = out._replace(buffers=tracing.where(out.applied, out.buffers, state.buffers))

@@ -188,7 +188,7 @@ class _Stacked(Compiler):
         flat = [tensor.detach()[0] if index < stacked else tensor for index, tensor in enumerate(inputs.flat)]
         member = inputs._replace(state=_member(inputs.state, 0, {}), flat=flat)
         with sdpa_kernel(SDPBackend.MATH):  # which can be mapped over members
-            traced = trace(self.step, member, evaluate, stacked=True)
+            traced = trace(self.step, member, evaluate, stacked=True, originals=inputs.flat)
         mapped, drawings = _mapped(traced, self.count, inputs.flat[:stacked], varied)
         program = program_of(mapped, self.donate)
         draw = partial(draw_members, list(zip(drawings, traced.streams, strict=True))) if drawings else None
