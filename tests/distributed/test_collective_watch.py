@@ -156,8 +156,8 @@ def in_different_functions(folder):
 
         # As on two hosts that do not share the folder: the same path holds another checkpoint on rank 1.
         other = ll.checkpoint_io(f"{folder}-other").save(state.replace(step=1), {"loss": 1.0}) / "manifest.json"
-        read_bytes = Path.read_bytes
-        Path.read_bytes = lambda path: read_bytes(other if rank and path.name == other.name else path)
+        open_file = Path.open
+        Path.open = lambda path, *mode: open_file(other if rank and path.name == other.name else path, *mode)
         found = raised(lambda: ckpt.restore(state), ValueError)
         assert re.search(r"different checkpoints at .*step-00000001: (.|\n)* \w+ on rank 0, \w+ on rank 1", found), (
             found
