@@ -322,7 +322,7 @@ def test_engines_leave_the_gradients_of_another_network_alone():
 
 
 def residual(net, x):
-    """How far a network is from a solution of u' = u."""
+    """Mean squared distance of a network from a solution of u' = u."""
     u = net(x)
     (slope,) = torch.autograd.grad(u.sum(), x, create_graph=True)
     return (slope - u).square().mean()
