@@ -103,6 +103,9 @@ def apply_gradients(
     DDP or FSDP2, `grad_fn(state, batch, donate=True)` followed by `apply_gradients(..., donate=True)`
     is what a donated train step does.
 
+    **The module.** After a pure update it has its earlier weights, and what you write to it there (WGAN's clipping) has no
+    effect. A train step warns of that, and this function does not: change the state, `state.replace(params=...)`.
+
     **Graphs.** `ll.compile_step`, `ll.vmap_step` and `ll.transforms.differentiable` take train steps, and refuse a step of your
     own that calls this function. For them, compute the gradients in a gradient function (see WRITE_YOUR_OWN), and give that
     to `make_train_step`.

@@ -60,7 +60,9 @@ def evaluate(
             which has the averaged weights. For a module in a loop of your own, give `ll.init_state(model)`, made at each
             call, since it holds the module's tensors of that moment.
         batches: any iterable, such as a list, a DataLoader, or a looplib loader (read from the start of the epoch),
-            with any batch size. Or a dict of them by name, whose metrics are put under `name/`.
+            with any batch size. Or a dict of them by name, whose metrics are put under `name/`. `loader(state)` is warned of if
+            it is the rest of an epoch, but not within an iterator of your own or a progress bar. A DataLoader with workers gives
+            each sample of a stream once for each worker, unless the stream divides itself; `ll.make_loader` refuses that.
         prefix: string put before each name, such as "eval/". A slash is added to one that ends with a letter or digit.
         max_batches: evaluate only the first `max_batches` batches, for example as a check before training.
         progress: if True, show a progress bar, removed when done.
