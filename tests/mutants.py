@@ -72,7 +72,7 @@ TESTS = {
         "tests/test_graft.py",
         "tests/transforms/test_many_adapters.py",  # copies of a stack with shared tensors
     ],
-    "grads": ["tests/grads", "tests/test_kinds.py", *RANKS],
+    "grads": ["tests/grads", "tests/test_kinds.py", "tests/distributed/test_few_samples.py", *RANKS],
     "optim": [
         "tests/optim",
         "tests/test_graft.py",  # take_rows
