@@ -539,8 +539,8 @@ class Part:
         by_parameter: True if all that the update of a parameter reads and writes is in the state's `["state"][name]`, and the
             tensors there are written in place: some parameters may then be updated before others. See `ll.optim.offload_state`.
         for_graphs: the part as operations on tensors alone, which runs in its place while a step is traced into a graph.
-            None for a part whose own halves are that. A part of yours has its own halves here, without the seeding of what they
-            draw: a graph draws for the state's seed when it runs.
+            None for a part whose halves are such operations already. A part of yours runs its halves without seeding there,
+            since a graph draws for the state's seed when it runs.
     """
 
     role: Role

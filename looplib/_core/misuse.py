@@ -200,9 +200,8 @@ class _Hook:
     """Hook of `module.state_dict()` and of `module(...)`: warns once of a module that is used with its first weights."""
 
     def __call__(self, module: nn.Module, *args: Any) -> None:
-        if (
-            torch.compiler.is_dynamo_compiling()
-        ):  # first, or what it compiles would depend on all modules that are stale
+        # First, or what it compiles would depend on all modules that are stale.
+        if torch.compiler.is_dynamo_compiling():
             return
         stale = _stale.get(module) if warnings_of_misuse.on else None
         if stale is None or not stale.writes:

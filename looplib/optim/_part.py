@@ -6,15 +6,16 @@ import difflib
 import functools
 import inspect
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar, cast, get_args
 
 from torch import Tensor
 
-from looplib._core import torch_private
 from looplib._core.checks import check
 from looplib._core.copies import leaves_of
+from looplib._core.forward_writes import versions, written_since
 from looplib._core.mappings import mapped, without
 from looplib._core.random import mix
 from looplib._core.records import described, kind_of, with_repr
@@ -105,7 +106,7 @@ def part(
         role=chosen,
         init=_taking(f"init of {name}", init, ("params",), ("buffers",)),
         transform=_reading(name, chosen, reads),
-        update_=_writing(name, writes),
+        update_=_writing(name, chosen, writes),
         evaluation=_taking(f"evaluation of {name}", evaluation, ("params", "buffers", "state"), ()),
         hyperparameters=_taking(f"hyperparameters of {name}", hyperparameters, ("state", "step"), ()),
         description=mapped(described, settings or {}),
@@ -129,73 +130,63 @@ def part(
     return with_repr(single, part, name, **{key: value for key, value in arguments.items() if value is not None})
 
 
+_STATE = (
+    "the transform of {part} has written to its state in place, which other states may share, and which changes even if the "
+    "update is skipped: return a new one, Transformed(grads, {{**state, 'count': count + 1}}), or write it in update_"
+)
+_PARAMETER = (
+    "the transform of {part} has written to {tensor} in place, which other states may share, and which changes even if the "
+    "update is skipped: write parameters in update_"
+)
+_JUDGED = (
+    "the transform of {part}, whose role is '{role}', has written to the gradient of {tensor}, which is the caller's: give it "
+    "role='gradients', whose gradients are its own"
+)
+_WITHOUT_GRADIENT = (
+    "the update_ of {part} has written to {tensor}, which has no gradient in this step and which other states may share: it "
+    "writes the parameters that grads names, for key in grads: params[key]..."
+)
+_GRADIENT = (
+    "the update_ of {part} has written to the gradient of {tensor}, which is the caller's and which later parts read: compute "
+    "from it, grads[key] * 0.5, or change it in the transform of a part"
+)
+
+
 def _reading(name: str, role: Role, transform: Any) -> Any:
     """A first half, which raises if it has written what it reads: a pure step's state would change."""
     if transform is None:
         return None
 
     def checked(grads: Grads, state: Any, params: Params, *args: Any, **info: Any) -> Any:
-        entries = [leaf for leaf in leaves_of(state) if isinstance(leaf, Tensor)]
+        entries = {str(place): leaf for place, leaf in enumerate(leaves_of(state)) if isinstance(leaf, Tensor)}
         judged: Grads = {} if role == "gradients" else grads
-        before = versions(entries), versions(params.values()), versions(judged.values())
-        out = transform(grads, state, params, *args, **info)
-        check(
-            before[0] == versions(entries),
-            f"the transform of {name} has written to its state in place, which other states may share, and which changes even if "
-            "the update is skipped: return a new one, Transformed(grads, {**state, 'count': count + 1}), or write it in update_",
-            RuntimeError,
-        )
-        check(
-            before[1] == versions(params.values()),
-            f"the transform of {name} has written to {written(params, before[1])} in place, which other states may share, and "
-            "which changes even if the update is skipped: write parameters in update_",
-            RuntimeError,
-        )
-        check(
-            before[2] == versions(judged.values()),
-            f"the transform of {name}, whose role is {role!r}, has written to the gradient of {written(judged, before[2])}, which "
-            "is the caller's: give it role='gradients', whose gradients are its own",
-            RuntimeError,
-        )
-        return out
+        with _unwritten(name, role, (entries, _STATE), (params, _PARAMETER), (judged, _JUDGED)):
+            return transform(grads, state, params, *args, **info)
 
     return checked
 
 
-def _writing(name: str, update_: Any) -> Any:
+def _writing(name: str, role: Role, update_: Any) -> Any:
     """A second half, which raises if it has written a gradient, or a parameter without one, of which a pure step makes no copy."""
     if update_ is None:
         return None
 
     def checked(grads: Grads, state: Any, params: Params, *args: Any, **info: Any) -> Any:
         rest = {} if len(grads) == len(params) else without(params, grads)
-        before = versions(rest.values()), versions(grads.values())
-        out = update_(grads, state, params, *args, **info)
-        check(
-            before[0] == versions(rest.values()),
-            f"the update_ of {name} has written to {written(rest, before[0])}, which has no gradient in this step and which other "
-            "states may share: it writes the parameters that grads names, for key in grads: params[key]...",
-            RuntimeError,
-        )
-        check(
-            before[1] == versions(grads.values()),
-            f"the update_ of {name} has written to the gradient of {written(grads, before[1])}, which is the caller's and which "
-            "later parts read: compute from it, grads[key] * 0.5, or change it in the transform of a part",
-            RuntimeError,
-        )
-        return out
+        with _unwritten(name, role, (rest, _WITHOUT_GRADIENT), (grads, _GRADIENT)):
+            return update_(grads, state, params, *args, **info)
 
     return checked
 
 
-def versions(tensors: Iterable[Tensor]) -> list[int]:
-    return [*map(torch_private.version, tensors)]
-
-
-def written(tensors: Mapping[str, Tensor], before: Sequence[int]) -> str:
-    """Name of the first tensor that has been written since, for messages."""
-    counts = zip(tensors.items(), before, strict=True)
-    return next((name for (name, tensor), count in counts if torch_private.version(tensor) != count), "")
+@contextmanager
+def _unwritten(part: str, role: Role, *groups: tuple[Mapping[str, Tensor], str]) -> Iterator[None]:
+    """Raise RuntimeError with the message of a group of which a tensor has been written in the block."""
+    before = [versions(tensors) for tensors, _ in groups]
+    yield
+    for (tensors, message), counts in zip(groups, before, strict=True):
+        for tensor in written_since(tensors, counts):
+            raise RuntimeError(message.format(part=part, role=role, tensor=tensor))
 
 
 def _drawing(name: str, half: str, function: Any) -> Any:
@@ -210,9 +201,8 @@ def _drawing(name: str, half: str, function: Any) -> Any:
         seed = info.get("seed")
         if seed is None:
             return function(grads, state, params, step, **info)
-        place = zlib.crc32(
-            f"{half} of {name} for {next(iter(params), None)}".encode()
-        )  # a partition has a chain for each label
+        # The name of a parameter tells the chains of a partition apart, which may have parts of one name.
+        place = zlib.crc32(f"{half} of {name} for {next(iter(params), None)}".encode())
         with streams_at(mix(seed, step, STREAM, place), params.values()):
             return function(grads, state, params, step, **info)
 

@@ -286,8 +286,8 @@ class early_stopping(Predicate):
     EarlyStoppingCallback. NaN counts as an evaluation without an improvement, with a warning. There is also a
     warning if `ll.evaluate` has returned the metric twice and the record has seen no value of it. Of an evaluation that you
     write yourself nothing is known, and scores of other names (`"loss"` for a record of `"eval/loss"`) may be meant for
-    something else. So a record that is never updated never stops the run without a word: `state.extra["best"].best` is then
-    still None after an evaluation. `update_best` refuses scores without the record's metric.
+    something else. A record that is never updated then never stops the run, and no warning says so; you can see it by
+    `state.extra["best"].best`, which is still None after an evaluation. `update_best` refuses scores without the record's metric.
     """
 
     patience: int

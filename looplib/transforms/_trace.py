@@ -73,9 +73,8 @@ def trace(
     in_state = expression((inputs.state.params, inputs.state.buffers, inputs.state.opt_state))
     in_batch = expression(inputs.batch)
     without_values = FakeTensorMode(allow_non_fake_inputs=True)  # and no symbols for values, so reading one raises
-    without_values._allow_unsafe_data_ptr_access = (
-        False  # an address would be that of the trace, and nobody would be told
-    )
+    # An address would be that of the trace, and nobody would be told.
+    without_values._allow_unsafe_data_ptr_access = False
     branch = _Branch(inputs.questions, evaluate, without_values)
     recorded: list[Any] = []
 
