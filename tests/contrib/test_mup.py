@@ -1,7 +1,11 @@
-"""muP beside a raw loop in the form of the `mup` package (table 8 of the paper), and the check of its widths."""
+"""muP beside the `mup` package, a raw loop in its form (table 8 of the paper), and the check of its widths."""
 
 import copy
+import importlib
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -67,11 +71,7 @@ class Readout(nn.Module):
 
 
 def as_mup_package(model, growth, sgd, lr):
-    """The model and torch's groups in the form of the package, by table 8: a rate for each parameter, and a multiplier.
-
-    mup 1.0.0 itself (MuReadout, MuAdam, MuAdamW, MuSGD) gives this model's weights to 1e-12 in float64. It asks for
-    torchvision, so it is not among the packages of the tests.
-    """
+    """The model and torch's groups in the form of the package, by table 8: a rate for each parameter, and a multiplier."""
     with torch.no_grad():
         for parameter in (model[2].bias, model[6].bias, model[8].bias, model[8].weight):
             parameter *= growth**0.5
@@ -112,6 +112,59 @@ def test_ten_steps_are_those_of_a_raw_loop_in_the_form_of_the_package(cls, optio
     for name, weight in state.params.items():
         torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-6)
     assert not any(torch.equal(tensor, raw.state_dict()[name]) for name, tensor in first.items())
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory):
+    """mup 1.0.0 without the packages it asks for. It uses only torch and yaml of them, and torchvision, if it is not of
+    the same build as torch, would keep transformers from being imported."""
+    folder = tmp_path_factory.mktemp("mup")
+    pins = Path(__file__).parents[1] / "constraints.txt"
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", folder, "-c", pins, "mup"]
+    subprocess.run(pip, check=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        yield importlib.import_module("mup")
+
+
+def network_of_package(package, width):
+    model = network(width)
+    model[8] = package.MuReadout(width, 3)
+    return model.double()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("Adam", {"lr": 0.01, "eps": 1e-30}),
+        ("AdamW", {"lr": 0.01, "eps": 1e-30, "weight_decay": 0.1}),
+        ("SGD", {"lr": 0.05, "momentum": 0.9}),
+    ],
+)
+@pytest.mark.parametrize("growth", [4, 1])
+def test_ten_steps_are_those_of_the_package(package, name, options, growth):
+    """To 1e-12 in float64: the multiplier of the package's readout, and its rates, are in other places of the products."""
+    cls = getattr(torch.optim, name)
+    model = network(growth * BASE).double()
+    other = network_of_package(package, growth * BASE)
+    other.load_state_dict(model.state_dict())
+    package.set_base_shapes(other, network_of_package(package, BASE), delta=network_of_package(package, 2 * BASE))
+    theirs = getattr(package, f"Mu{name}")(other.parameters(), **options)
+    groups = scaled(cls, model, network(BASE), lr=options["lr"], weight_decay=options.get("weight_decay"))
+    optimizer = ll.optimizer(cls, groups=groups, **options)
+    train_step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), optimizer)
+    state = ll.init_state(model, optimizer)
+    batch = torch.randint(0, 9, (32, 4)), torch.arange(32) % 3
+    for _ in range(10):
+        state, _ = train_step(state, batch)
+        theirs.zero_grad()
+        loss_fn(other, batch).backward()
+        theirs.step()
+    expected = {name: weight.detach() for name, weight in other.named_parameters()}
+    expected["8.weight"] = expected["8.weight"] / growth
+    for name, weight in state.params.items():
+        torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-12)
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.booleans())
