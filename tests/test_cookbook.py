@@ -1091,6 +1091,7 @@ CTRL_CS = [(task, signal.SIGINT, place) for task in PLACES for place in ("epoch"
 OTHER_PLACES = REQUESTS[1], CTRL_CS[0]  # the other place of each signal
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "number", "place"),
     [

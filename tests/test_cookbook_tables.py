@@ -229,6 +229,7 @@ def test_the_bytes_of_rounds_are_the_weights():
         assert int(count.replace(",", "")) == times * weights
 
 
+@pytest.mark.slow
 def test_the_operations_of_a_text():
     heading = "Measure model FLOPs utilization (MFU)"
     names = run(heading, changes=[("print(", "print = str\nprint(")])

@@ -397,6 +397,7 @@ def test_a_donated_step_on_a_bound_state_trains_what_is_written_into_the_module(
     torch.testing.assert_close(dict(state.params), raw_run(edit))
 
 
+@pytest.mark.slow
 @one_report
 @pytest.mark.parametrize(("donate", "bound"), [(False, True), (False, False), (True, False)])
 @pytest.mark.parametrize("edit", [*EDITS, in_another_dtype])

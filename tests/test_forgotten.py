@@ -204,6 +204,7 @@ def test_a_compiled_loss_is_not_compiled_again_for_other_modules_that_keep_their
     assert len(compiled) == count
 
 
+@pytest.mark.slow
 def test_an_inner_step_of_meta_learning_says_nothing_about_the_module():
     run = Run(nn.Linear(4, 1))
     ll.transforms.differentiable(run.make_step())(ll.copy_state(run.state), X)

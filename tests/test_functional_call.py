@@ -208,6 +208,7 @@ def q_loss(agent, batch):
     return (agent.q(x)[:, 0] - best).square().mean()
 
 
+@pytest.mark.slow
 def test_a_target_network_follows_a_raw_loop_with_a_copied_module():
     raw = ActorCritic()
     target, raw_adam = copy.deepcopy(raw), torch.optim.Adam(raw.q.parameters(), lr=0.1, fused=True)

@@ -342,6 +342,7 @@ def masks(draw_rows, count):
     return torch.arange(count) % draw_rows != 0
 
 
+@pytest.mark.slow
 @both_steps
 @settings(max_examples=10, deadline=None)
 @given(plan=st.lists(st.tuples(st.integers(2, 6), st.integers(0, 4), st.integers(1, 4)), min_size=1, max_size=3))

@@ -91,6 +91,7 @@ def test_the_words_of_other_loops_lead_to_the_guides(name, words):
 # From a raw loop
 
 
+@pytest.mark.slow
 def test_the_raw_loop_and_looplibs_end_with_the_same_bits_and_print_the_same_numbers(
     tmp_path, looplibs_order, capsys
 ):
@@ -210,6 +211,7 @@ def stopped(script, folder):
         run(f"{script}    if epoch == 3:\n        raise SystemExit\n", folder)
 
 
+@pytest.mark.slow
 def test_the_raw_script_shuffles_as_in_its_first_epoch_when_it_is_started_again(tmp_path, monkeypatch):
     orders, draw = [], RandomSampler.__iter__
 
@@ -239,7 +241,6 @@ def test_the_raw_script_with_looplibs_checkpoints_continues_as_an_unbroken_run(t
     assert same_bits(again["model"], run(RAW, tmp_path / "whole")["model"])
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize("name", NAMES)
 def test_looplibs_scripts_continue_as_unbroken_runs(name, tmp_path):
     script, found = re.subn(r"after_epochs\(\d+\)", "after_epochs(3)", BLOCKS[name][1])
@@ -272,7 +273,6 @@ def test_the_script_of_lightning_and_looplibs_stop_at_the_same_best_weights(tmp_
     assert best == pytest.approx(printed)
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize("epoch", [2, 3])
 @pytest.mark.parametrize(
     "cut", ["    scores = ", "    log(", "    state = ll.update_best", "    ckpt.save", "    return state\n"]

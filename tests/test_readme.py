@@ -89,7 +89,6 @@ def test_the_third_diff_resumes_to_the_same_bits(tmp_path, monkeypatch):
     assert ll.log.read_jsonl("runs/first/log.jsonl") == ll.log.read_jsonl("../whole/runs/first/log.jsonl")
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize(
     ("place", "step", "restored"),
     [
@@ -136,6 +135,7 @@ def test_where_donate_appears_first_the_page_says_when_to_use_which(page):
     assert re.search(r"in place.*old state.*[Ll]eave it out.*branch", paragraphs[first], re.DOTALL)
 
 
+@pytest.mark.slow
 def test_the_fourth_diff_trains_on_two_ranks_as_on_one(tmp_path, monkeypatch):
     """Of what stands below the imports, as the README has it."""
     imports, rest = program(4).split("import looplib as ll\n")

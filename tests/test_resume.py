@@ -159,6 +159,7 @@ def test_resumed_is_uninterrupted_to_the_bit(family, stops, lives):
         assert position(state) - state.step > 2
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes")  # on a machine of two cores
 @pytest.mark.parametrize("options", [{"workers": [3, 0, 3]}, {"workers": [3, 0, 3]} | other, {"stream": True}])
 def test_with_workers_or_over_a_stream(tmp_path, options):

@@ -307,6 +307,7 @@ def test_donated_steps_write_in_place():
     assert [leaf.data_ptr() for leaf in torch.utils._pytree.tree_leaves(state.opt_state)] == moments
 
 
+@pytest.mark.slow
 def test_tensors_of_a_finished_run_are_freed_at_once():
     import gc
     import weakref

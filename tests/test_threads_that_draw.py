@@ -98,7 +98,6 @@ def evaluated():
     return lambda: torch.tensor([ll.evaluate(eval_step, state, [x])["out"] for _ in range(50)])
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize("kinds", ["steps", "compiled", "a step and a loader", "loaders", "a step and evaluations"])
 def test_threads_have_the_bits_that_each_has_alone(kinds):
     functions = {

@@ -159,6 +159,7 @@ def test_the_predicate_and_the_logger(tmp_path):
     assert (tmp_path / "log.md").read_text() == "| 3 | 0.500000 |\n"
 
 
+@pytest.mark.slow
 def test_a_transform_goes_around_a_compiled_step():
     model = torch.nn.Linear(3, 2)
     step, optimizer = OWN["make_step"](model, lambda model, batch: model(batch[0]).square().mean())

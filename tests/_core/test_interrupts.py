@@ -265,6 +265,7 @@ def surroundings(model):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.* went into eval mode")
 @pytest.mark.parametrize(
     ("kind", "every"), [("donated", 41), ("donated", 2), ("pure", 3), ("evaluation", 3), ("failing", 3)]

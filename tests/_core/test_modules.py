@@ -205,6 +205,7 @@ def test_a_tied_buffer_of_which_one_owner_assigns_a_new_one_has_its_value(donate
     assert state.buffers["0.count"] == 3
 
 
+@pytest.mark.slow
 def test_replaced_layers_without_tensors_and_wrappers_around_layers_are_followed():
     model = nn.Sequential(nn.Linear(3, 4), nn.Identity(), nn.Linear(4, 2))
     predict_step, state = ll.make_predict_step(model, lambda model, x: model(x)), ll.init_state(model)

@@ -82,6 +82,7 @@ def on_two_ranks(folder):
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_two_ranks_resume_from_an_adapter_and_one_process_reads_it(tmp_path):
     launch(2, on_two_ranks, tmp_path)
     restored = ll.checkpoint_io(tmp_path, select=trainable).restore(make()[2])

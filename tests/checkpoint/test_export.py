@@ -94,6 +94,7 @@ def test_the_state_dict_of_a_bound_state_is_the_modules_own():
     assert ll.checkpoint.state_dict(elsewhere, ll.init_state(elsewhere))["bias"].is_meta  # not moved to the CPU
 
 
+@pytest.mark.slow
 def test_wrappers_leave_no_trace_in_names():
     for root in ([torch.compile, nn.DataParallel], [nn.DataParallel, torch.compile], []):
         plain = net()

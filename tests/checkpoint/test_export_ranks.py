@@ -295,6 +295,7 @@ CASES = [weights_go_out, one_tensor_at_a_time, what_fails_on_the_first_fails_on_
 CASES += [weights_come_in, optimizers_go_out_and_come_in, a_folder_goes_out]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
 def test_of_ranks(case, ranks, tmp_path):

@@ -173,6 +173,7 @@ def test_four_times_the_steps_take_about_twice_the_memory(name, steps):
     )  # the root of 4: both the states that are kept and the graph of a segment double
 
 
+@pytest.mark.slow
 def test_the_given_state_and_the_module_are_as_before():
     run = Run(OPTIMIZERS["sgd"]())
     before = {name: tensor.clone() for name, tensor in run.state.params.items()}
@@ -185,6 +186,7 @@ def test_the_given_state_and_the_module_are_as_before():
     assert stream.equal(torch.get_rng_state())
 
 
+@pytest.mark.slow
 def test_a_run_may_begin_at_a_later_state():
     run, steps = Run(OPTIMIZERS["sgd"]()), 12
     _, later = run.influence(5)
@@ -210,6 +212,7 @@ def test_half_precision_is_refused_by_name(dtype):
         run.influence(4)
 
 
+@pytest.mark.slow
 def test_batch_norm_that_moves_is_refused_and_one_in_eval_mode_is_not():
     x, y = torch.randn(12, 3).double(), torch.randint(2, (12,))
     loader = ll.make_loader(TensorDataset(x, y), batch_size=4)
@@ -235,6 +238,7 @@ def unweighted(model, batch):
     return cross_entropy(model(batch[0][0]), batch[0][1])
 
 
+@pytest.mark.slow
 def test_what_has_no_influences_is_refused():
     run = Run(OPTIMIZERS["sgd"]())
     stream = ll.make_loader(torch.utils.data.ChainDataset([]), batch_size=2)

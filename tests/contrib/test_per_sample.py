@@ -251,6 +251,7 @@ def test_noise_has_its_standard_deviation_and_its_place():
         torch.testing.assert_close(same, first, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_noise_of_a_traced_step_is_new_in_each_step_and_has_its_standard_deviation():
     """Its numbers are not those of a plain step."""
     model, optimizer = nn.Linear(100, 100), ll.optimizer(torch.optim.SGD, lr=1.0)

@@ -100,6 +100,7 @@ def made(draw, batch_size=7, **options):
     return make_loader(Drawing(draw), batch_size=batch_size, seed=SEED, collate_fn=list, count_samples=len, **options)
 
 
+@pytest.mark.slow
 def test_each_sample_has_the_draws_of_streams_seeded_for_it():
     for draw in DRAWS:
         loader = made(draw)
@@ -119,6 +120,7 @@ def test_each_item_is_read_and_seeded_once(monkeypatch):
     assert len(set(seeds)) >= COUNT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draw", [now_and_then, cached_normals])
 def test_draws_in_workers_are_the_same(draw):
     for options in ({"num_workers": 2, "persistent_workers": True}, {"num_workers": 1}):

@@ -325,6 +325,7 @@ def test_a_position_converted_for_one_loader_alone_is_refused_by_the_loader_besi
         second(changed.resume(state).replace(epoch_length=6))
 
 
+@pytest.mark.slow
 @given(
     per_rank=st.integers(1, 3),
     limit=st.integers(1, 8),

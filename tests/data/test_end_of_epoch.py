@@ -105,6 +105,7 @@ def test_a_restarted_run_ends_the_epoch_and_goes_on_with_the_bits_of_an_unbroken
         assert all(torch.equal(params[name], tensor) for name, tensor in whole.params.items()), kind
 
 
+@pytest.mark.slow
 def test_a_shuffled_stream_ends_within_its_last_buffer(tmp_path):
     with pytest.raises(Stopped):
         train("a kept position", tmp_path, "in the last buffer")

@@ -36,6 +36,7 @@ def batches_by_hand(epochs, sizes):
         yield batches
 
 
+@pytest.mark.slow
 @given(
     count=st.integers(1, 40),
     sizes=st.dictionaries(st.integers(1, 90), st.integers(1, 20), max_size=4),

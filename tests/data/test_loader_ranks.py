@@ -41,6 +41,7 @@ def with_draws(items):
     return torch.stack([torch.cat([item, draws()]) for item in items])
 
 
+@pytest.mark.slow
 @given(
     count=st.integers(1, 40),
     ranks=st.integers(1, 6),

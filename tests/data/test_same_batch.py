@@ -165,6 +165,7 @@ RIGHT = [
 ]
 
 
+@pytest.mark.slow
 @one_report
 @pytest.mark.parametrize("epochs", [1, 2, 3])
 @pytest.mark.parametrize("run", RIGHT, ids=lambda run: run.__name__)
@@ -219,6 +220,7 @@ def test_a_run_whose_states_are_gone_is_forgotten():
     assert run() is None
 
 
+@pytest.mark.slow
 def test_a_sweep_in_one_stack_is_warned_of_as_one_state_is():
     model = torch.nn.Linear(1, 1)
     grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).square().mean())

@@ -85,7 +85,6 @@ class Numbers(IterableDataset):
         return iter([torch.tensor(0 if self.constant else k) for k in range(first, 12, step)])
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize("way", ["train", "evaluate"])
 def test_a_stream_that_each_worker_reads_whole_is_named(way):
     def read(loader):

@@ -59,6 +59,7 @@ def test_an_endless_loader_has_epoch_after_epoch_from_any_step_on(loader, start)
     assert len(endless(loader)) == len(loader)
 
 
+@pytest.mark.slow
 @given(first=loaders, others=st.lists(loaders, min_size=1, max_size=2), start=st.integers(0, 40))
 @settings(max_examples=examples(30), deadline=None)
 def test_loaders_side_by_side_go_on_at_their_own_pace_from_any_step_on(first, others, start):
@@ -103,6 +104,7 @@ def test_a_shorter_loader_is_shuffled_again_and_augmented_again_in_each_of_its_e
     assert drawn.unique().numel() == drawn.numel()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("persistent_workers", [True, False])
 def test_workers_read_the_same_batches_and_end_with_the_loop(persistent_workers):
     def together(**options):
@@ -152,6 +154,7 @@ def run(loader, step, state, until):
     return state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["zipped", "endless"])
 def test_a_run_that_is_saved_at_any_step_continues_with_the_bits_of_one_without_a_stop(kind, tmp_path):
     expected = bits(ll.copy_state(run(*spec_of(kind), 13)))

@@ -363,6 +363,7 @@ def changed_at(step, at, name):
     return other
 
 
+@pytest.mark.slow
 @given(st.integers(0, 9), st.sampled_from(["0.weight", "0.bias", "4.weight"]), st.integers(1, 3), st.booleans())
 @settings(max_examples=examples(15))
 def test_one_number_that_moves_is_found_at_its_step(at, name, every, donate):
@@ -391,6 +392,7 @@ def test_one_number_that_moves_is_found_at_its_step(at, name, every, donate):
     assert first_difference(histories[0], {found.different: histories[1][found.different]}).equal is None
 
 
+@pytest.mark.slow
 def test_two_logs_and_a_log_against_states_tell_the_step(tmp_path):
     paths, kept = [tmp_path / "a", tmp_path / "b"], {}
     for path in paths:

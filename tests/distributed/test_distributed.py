@@ -239,6 +239,7 @@ def evaluated(folder, ranks, engine):
     return printed, [torch.load(folder / f"found-{rank}.pt") for rank in range(ranks or 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "engine"), [(3, "fsdp"), (4, "ddp")])
 def test_each_sample_is_evaluated_and_predicted_once_and_in_order(tmp_path, ranks, engine):
     _, (expected,) = evaluated(tmp_path / "one", 0, "none")

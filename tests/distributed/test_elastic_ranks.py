@@ -92,6 +92,7 @@ def order_of(epoch):
     return next(ll.make_loader(range(SAMPLES), batch_size=SAMPLES, seed=5)(ll.TrainState(epoch=epoch))).tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "stops", [(1, 6, 7, 20), pytest.param(range(21), marks=pytest.mark.slow)], ids=["some", "all"]
 )

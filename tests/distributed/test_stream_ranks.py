@@ -40,6 +40,7 @@ def read_three(folder, workers):
         batches.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [2, 0])
 def test_a_run_that_stopped_at_sample_1_000_000_reads_at_most_two_buffers_on_each_rank(tmp_path: Path, workers):
     order = ll.data.shuffled_blocks(BUFFER)

@@ -81,6 +81,7 @@ def quiet(step, *args):
         return step(*args)
 
 
+@pytest.mark.slow
 @given(
     room=st.integers(1, 20),
     sizes=st.lists(st.integers(1, 30), min_size=1, max_size=4),

@@ -262,6 +262,7 @@ def test_moments_come_to_the_device_while_the_backward_pass_runs(device):
             assert torch.equal(moment.cpu(), row[key])
 
 
+@pytest.mark.slow
 def test_moments_on_the_host_leave_their_memory_free(device):
     """As far as the device counts its memory: elsewhere, the steps only have to run."""
     buffer_bytes, batch, found = 2**22, torch.randn(64, 512).to(device), []

@@ -262,6 +262,7 @@ def test_a_dtype_that_the_parameters_have_already_changes_no_bit(donate):
     assert runs[0] == runs[1]
 
 
+@pytest.mark.slow
 def test_a_dtype_goes_with_tokens_unreached_parameters_and_graphs():
     model = nn.ModuleDict({"a": nn.Linear(5, 3), "b": nn.Linear(5, 3)}).bfloat16()
     optimizer = sgd()

@@ -211,6 +211,7 @@ def test_an_accelerators_own_times_are_read_without_waiting_for_it(monkeypatch, 
     assert sum(costs[part] for part in PARTS if part in costs) == pytest.approx(costs["step_seconds"])
 
 
+@pytest.mark.slow
 def test_peak_memory_sees_what_was_allocated_and_forgets_it():
     # The system counts pages by core and adds up now and then, so all bounds are loose.
     memory(reset=True)

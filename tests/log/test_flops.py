@@ -98,6 +98,7 @@ def test_a_gpt2_is_within_three_percent_of_nanogpts_formula(sizes, shape):
 # Attention
 
 
+@pytest.mark.slow
 def test_fused_attention_counts_as_its_products_do():
     sizes = {"vocab_size": 50, "n_positions": 64, "n_embd": 32, "n_head": 4, "n_layer": 2}
     tokens = torch.zeros(2, 64, dtype=torch.int64)

@@ -145,6 +145,7 @@ def test_an_error_is_told_once_and_counted_and_later_calls_are_tried(tmp_path):
     assert [row["step"] for row in read_jsonl(tmp_path / "log")] == [4]
 
 
+@pytest.mark.slow
 def test_the_values_of_the_call_are_written_and_no_parameter_is_kept():
     gate, got = threading.Event(), []
 

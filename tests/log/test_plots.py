@@ -140,6 +140,7 @@ def test_runs_are_ordered_by_color_and_told_apart_with_one_legend_outside_of_the
     assert figure.bbox.y0 <= box.y0 < box.y1 <= figure.bbox.y1
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("count", [32, 2])
 @pytest.mark.parametrize(
@@ -174,6 +175,7 @@ def test_the_legend_does_not_shrink_the_panels():
     assert widths == pytest.approx([widths[0]] * 2, rel=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
     ("rates", "scale"),
@@ -196,6 +198,7 @@ def test_a_hyperparameter_colors_the_lines_of_members(rates, scale):
     assert hues == sorted(hues)
 
 
+@pytest.mark.slow
 def test_all_colors_read_on_a_light_and_on_a_dark_page():
     figure = plot(runs_of(32), ["train/loss", "auc"])
     texts = [text for text in figure.findobj(Text) if text.get_text()]

@@ -90,6 +90,7 @@ def test_under_autocast_chunks_have_the_numbers_of_the_logits_path(dtype, hidden
         torch.testing.assert_close(torch.autograd.grad(loss.total, leaves), theirs, rtol=2**-6, atol=2**-6)
 
 
+@pytest.mark.slow
 def test_a_bfloat16_weight_adds_its_gradient_up_in_float32():
     hidden, labels = torch.full((1, 4096, 1), 1.0, dtype=torch.bfloat16), torch.zeros(1, 4096, dtype=torch.int64)
     weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
@@ -138,6 +139,7 @@ def test_no_tensor_is_larger_than_a_chunk_of_logits_or_the_head(dtype):
     assert largest(lambda: loss(2, weight.detach()).backward()) == hidden.numel()  # nor one of a frozen head
 
 
+@pytest.mark.slow
 @both_steps
 def test_a_compiled_step_takes_chunks_too(donate):
     tokens, ends = labels_of(4, 6, 11), []

@@ -75,6 +75,7 @@ def run(loss, microbatches, donate, bound=True, device="cpu"):
     return bits((state.params, state.buffers, losses))
 
 
+@pytest.mark.slow
 @both_steps
 @pytest.mark.parametrize("bound", [False, True])
 @pytest.mark.parametrize("microbatches", [2, 1])

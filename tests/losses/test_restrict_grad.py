@@ -105,6 +105,7 @@ def test_a_scaled_loss_keeps_small_gradients_in_float16():
     assert any(not torch.equal(grad, alone[name]) for name, grad in unscaled.items())
 
 
+@pytest.mark.slow
 def test_meta_gradients_pass_through_the_restricted_losses():
     model = net()
     step = ll.transforms.differentiable(ll.make_train_step(ll.make_grad_fn(model, both), SGD))

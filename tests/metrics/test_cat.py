@@ -86,6 +86,7 @@ class Largest:
         return self.value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("donate", [True, False])
 def test_a_users_own_record_holds_no_graph_and_no_memory_that_a_later_step_writes(donate):
     model = nn.Linear(3, 1)

@@ -454,6 +454,7 @@ def test_a_part_that_carries_a_value_is_a_variable_of_a_raw_loop(way, place, tmp
     assert state.opt_state["ema"]["updates"] == state.step == sum(made)
 
 
+@pytest.mark.slow
 def test_each_member_of_a_stack_is_guarded_by_its_own_value():
     data = [batches(10, seed=seed) for seed in (1, 2, 3)]
     data[1] = [x * (3.0 if at % 4 == 2 else 0.7) for at, x in enumerate(data[1])]

@@ -359,6 +359,7 @@ def test_a_state_keeps_its_structure_while_a_class_has_made_none():
     assert "moment" in opt_state["Idle"]["state"]["w"]
 
 
+@pytest.mark.slow
 def test_updates_leave_nothing_that_grows():
     """Objects of the class, and tensors, after many updates of a class that begins late."""
     import gc

@@ -94,6 +94,7 @@ def test_lbfgs_over_microbatches(line_search_fn, donate):
     torch.testing.assert_close(dict(state.params), dict(model.named_parameters()), rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.slow
 @both_steps
 def test_a_schedule_and_a_wrapper(donate):
     class Scheduled(torch.optim.LBFGS):

@@ -164,6 +164,7 @@ def test_a_chain_with_accumulation_has_the_bits_of_the_one_without(device, kind,
     assert all_of(state_of(offloaded(plain, buffer_bytes))) == all_of(state_of(plain))
 
 
+@pytest.mark.slow
 @both_steps
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped_with_and_without_it(
@@ -359,6 +360,7 @@ def test_a_state_of_another_optimizer_is_refused_before_anything_is_written(devi
     assert step(state, on(device)[0])[0].step == 1
 
 
+@pytest.mark.slow
 def test_steps_that_run_as_graphs_refuse_it():
     model, optimizer = net(norm=nn.LayerNorm), offloaded(adamw())
     step, state = step_of(model, optimizer), ll.init_state(model, optimizer)

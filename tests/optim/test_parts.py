@@ -533,6 +533,7 @@ def halved():
     return ll.optim.part("halved", init=init, transform=transform, update_=update_, role="after")
 
 
+@pytest.mark.slow
 @one_report
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("last", [True, False], ids=["skipped last", "skipped between"])

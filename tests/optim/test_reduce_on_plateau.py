@@ -18,6 +18,7 @@ SGD = ll.optimizer(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=examples(200))
 @given(
     st.lists(st.integers(1, 12).map(lambda n: n / 8), max_size=30),

@@ -459,6 +459,7 @@ def test_a_class_with_an_eval_alone_is_not_taken_for_a_schedule_free_one():
 LRS = {"number": 1e-2, "schedule": lambda step: 1e-2 / (1 + step), "injected": ll.optim.inject(1e-2)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lr", LRS)
 @both_steps
 @pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])

@@ -86,6 +86,7 @@ def test_fastnlps_scripts_are_python_and_share_their_data(scripts):
         }
 
 
+@pytest.mark.slow
 def test_the_trainers_loop_trains_as_a_raw_loop_and_resumes(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     setup, _, ours = FASTNLP
@@ -99,6 +100,7 @@ def test_the_trainers_loop_trains_as_a_raw_loop_and_resumes(tmp_path, monkeypatc
     assert not ll.debug.differences(again["state"], names["state"])
 
 
+@pytest.mark.slow
 def test_the_dist_trainers_loop_trains_as_a_raw_loop(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     setup, _, ours = DIST_TRAINER

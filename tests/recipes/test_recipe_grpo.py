@@ -114,7 +114,7 @@ def test_an_update_has_the_bits_with_which_answers_were_drawn_or_a_module_is_nam
 
 
 @pytest.mark.every_case
-@pytest.mark.parametrize("microbatches", [1, 2, 5, 64])
+@pytest.mark.parametrize("microbatches", [1, 2, 5, pytest.param(64, marks=pytest.mark.slow)])
 def test_the_ratio_of_the_first_update_is_one_for_any_microbatches(microbatches):
     model, state, tokens, old = drawn_answers()
     batch = {"tokens": tokens, "old": old, "reference": old - 0.1, "advantages": torch.linspace(-1, 1, 64)}

@@ -193,6 +193,7 @@ def test_models(name, donate):
     assert step.compiler.compilations == 1
 
 
+@pytest.mark.slow
 @both_steps
 def test_a_loss_scale_that_overflows(donate):
     # In float16 the backward pass of some steps overflows at first; both sides skip the same ones.
@@ -285,6 +286,7 @@ def quick_step(donate=False, optimizer=None, model=None, loss_fn=loss_fn, **opti
     return step, ll.init_state(model, optimizer, epoch_length=4), model, optimizer
 
 
+@pytest.mark.slow
 @both_steps
 def test_shapes_and_missing_fields_alone_make_programs(donate, tmp_path):
     step, state, model, optimizer = quick_step(donate)
@@ -312,6 +314,7 @@ def by_hand(init, update_):
     return ll.optim.part("by_hand", init=init, update_=update_, role="weights")
 
 
+@pytest.mark.slow
 @both_steps
 def test_a_state_whose_layout_changes_with_the_first_update(donate):
     plain = adamw()
@@ -335,6 +338,7 @@ def test_many_compilations_are_warned_of():
         step(state, batches(1, size=17)[0])
 
 
+@pytest.mark.slow
 def test_numbers_and_strings_of_a_batch_belong_to_its_shape():
     def loss_fn(model, batch):
         return F.cross_entropy(model(batch["x"]), batch["y"]) * (batch["times"] if batch["kind"] == "a" else 0.5)

@@ -163,6 +163,7 @@ OWN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OWN)
 def test_members_have_hyperparameters_of_their_own(name):
     check(OWN[name])
@@ -290,6 +291,7 @@ def test_a_stack_is_evaluated_and_predicts_member_by_member():
 # Members that part from the others
 
 
+@pytest.mark.slow
 @both_steps
 def test_a_member_whose_update_is_skipped_stays_where_it_was(donate):
     def optimizer(number):
@@ -312,6 +314,7 @@ def test_a_member_whose_update_is_skipped_stays_where_it_was(donate):
         close(one.opt_state["AdamW"], state.opt_state["AdamW"])
 
 
+@pytest.mark.slow
 def test_where_all_are_skipped_the_step_does_not_count():
     step, stack = stacked(lambda number: ll.chain(ll.skip_nonfinite(5), sgd(number)), plain)
     x, y = batches(1)[0]
@@ -343,6 +346,7 @@ def test_a_first_state_has_the_first_value_that_is_not_0_at_step_0():
 # A stack is a state
 
 
+@pytest.mark.slow
 def test_a_stack_is_saved_and_restored(tmp_path):
     def optimizer(number):
         return ll.chain(sgd(number), ll.ema(0.9))
@@ -361,6 +365,7 @@ def test_a_stack_is_saved_and_restored(tmp_path):
     exactly(trees(restored), trees(stack))
 
 
+@pytest.mark.slow
 def test_a_donated_stack_is_spent():
     step, stack = stacked(sgd, dropping, donate=True)
     kept = unstack_states(stack)
@@ -371,6 +376,7 @@ def test_a_donated_stack_is_spent():
     exactly(trees(again), trees(after))
 
 
+@pytest.mark.slow
 def test_a_pure_step_leaves_the_stack():
     step, stack = stacked(sgd, lambda: nn.Sequential(normalized(), nn.Dropout(0.3)))
     before, stream = ll.copy_state(stack), torch.get_rng_state()
@@ -555,6 +561,7 @@ def test_any_number_of_members_and_samples(seeds, sizes, donate, own_batches):
     )
 
 
+@pytest.mark.slow
 def test_batches_of_members_may_have_any_strides():
     data = [(x.permute(2, 0, 1).contiguous().permute(1, 2, 0), y) for x, y in batches(2, members=(3,))]
     check(sgd, data=data, own_batches=True)

@@ -76,6 +76,7 @@ def test_plain_steps_and_another_trace_while_a_thread_traces(batches, expected, 
         assert_same(found, expected)
 
 
+@pytest.mark.slow
 def test_a_trace_does_not_move_the_stream_that_another_threads_step_draws_from(pool, batches):
     model, other = (nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5)) for _ in range(2))
     waiting = Waiting()

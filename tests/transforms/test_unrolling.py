@@ -369,6 +369,7 @@ def test_models(name):
 # Transforms
 
 
+@pytest.mark.slow
 def test_backward_and_torch_func_agree_to_the_bit():
     model, data = net(), batches(3)
     step, _, start = make(model, optimizer=adamw())
@@ -396,6 +397,7 @@ def test_second_derivatives_and_vectors_through_them():
     close(jvp(grad(whole), (params,), (way,))[1], product, 1e-10)
 
 
+@pytest.mark.slow
 def test_tasks_under_vmap_equal_tasks_one_by_one():
     model, data = net(), batches(3)
     step, plain, start = make(model, optimizer=adamw(injected(0.02)))
@@ -426,6 +428,7 @@ NORMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NORMS)
 def test_the_outer_gradient_through_tasks_under_vmap_and_a_norm(name, capfd):
     # torch's own derivative of layer norm's backward pass is wrong there (by half of it).
@@ -478,6 +481,7 @@ def no_garbage_collector():
     gc.enable()
 
 
+@pytest.mark.slow
 def test_what_is_computed_again_is_not_kept(no_garbage_collector):
     _, plain, start = RECOMPUTED
     step = ll.transforms.differentiable(plain)  # whose first call is within a segment
@@ -526,6 +530,7 @@ def test_recomputation_changes_no_bit_and_each_step_draws_what_the_plain_one_doe
 # How it is taken
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"donate": True}, {"same_batch": True}])
 def test_options_of_the_step_that_is_given(options):
     model, data = net(), batches(2)

@@ -2,6 +2,7 @@
 
 import random
 
+import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
@@ -66,6 +67,7 @@ def equal(one, other):
     return all(torch.equal(x, y) and x.stride() == y.stride() for x, y in zip(one, other, strict=True))
 
 
+@pytest.mark.slow
 def test_random_programs_have_the_same_bits():
     torch.manual_seed(0)
     inputs = [torch.randn(3, 3, dtype=torch.float32 if number else torch.float64) for number in range(5)]

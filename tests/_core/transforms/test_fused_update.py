@@ -107,6 +107,7 @@ def test_a_parameter_alone_is_updated_by_the_kernel():
     assert compared(Many(1), ll.optimizer(optim.AdamW, lr=schedule), True) == [1]
 
 
+@pytest.mark.slow
 def test_the_kernel_writes_to_a_donated_state_and_not_to_copies():
     model, found = Many(FEW), []
     for donate in (True, False):
@@ -154,6 +155,7 @@ def near(model, optimizer, backend="eager"):
     return sorted(kernels_in(compiled))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("most", [2, 63])
 def test_generated_code_updates_few_parameters_and_a_graph_without_it_none(most, monkeypatch):
     # The graph for Inductor, run as it is: generating the code would take long.
