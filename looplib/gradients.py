@@ -332,7 +332,7 @@ def _microbatch_of(model: nn.Module, loss_fn: LossFn, graphs: LossGraphs) -> Cal
         loss, aux = split_loss(out)
         if isinstance(loss, Mean):
             loss = with_own_weight(loss) if samples else without_weight(loss)
-            if aux and samples:
+            if aux:
                 watch.look_beside(loss, aux, samples)
         value, factor, weight, normalizer = objective_of(loss, samples, call.part, call.sync)
         if call.part is not None and call.part.normalizer is None:
