@@ -403,7 +403,7 @@ def test_rows_that_cannot_be_taken_are_refused_by_name():
         init=lambda params: {name: torch.eye(len(tensor)) for name, tensor in params.items() if tensor.ndim == 2},
         update_=lambda grads, state, params, step: (params, state),
     )
-    take = ll.optim.take_rows
+    take, stack = ll.optim.take_rows, ll.transforms.stack_states([state, state], same_seeds=True)
     mask = torch.ones(5, dtype=torch.bool)
     assert_each_refused(
         (lambda: take(optimizer, state, {"mean": mask}), ValueError, "no parameter mean: it has means"),
@@ -432,6 +432,7 @@ def test_rows_that_cannot_be_taken_are_refused_by_name():
             "/opt_state/shampoo/means of shape .* depends on the rows of means, and has none of its own",
         ),
         (lambda: take(shampoo, state, {"means": mask}), ValueError, "is not that of"),
+        (lambda: take(optimizer, stack, {"means": mask}), ValueError, "is a stack: change one of .*unstack_states"),
     )
 
 
