@@ -332,7 +332,8 @@ def bind(model: nn.Module, state: TrainState, *, resize: bool = False) -> TrainS
     engine = engine_of(model) if reshaped else None
     check(
         engine is None,
-        f"{engine and engine.name} has been made for the parameters' old shapes: bind the module before it is wrapped",
+        f"{engine and engine.name} has been made for the parameters' old shapes: bind the module before it is wrapped, or "
+        "leave it unwrapped, and give its gradient function to ll.grads.reduce_gradients",
     )
     interrupts.install()
     interrupts.waits.depth += 1  # until no state that is spent can be read

@@ -72,7 +72,13 @@ def merged_sources(model: nn.Module, state: TrainState) -> tuple[nn.Module, dict
     tuners = {path: module for path, module in modules if isinstance(module, BaseTunerLayer)}
     layers = {path: raw_paths[id(tuner)] for path, tuner in tuners.items() if not _within(path, {*tuners} - {path})}
     with torch.no_grad():
-        base: nn.Module = empty.merge_and_unload()
+        try:
+            base: nn.Module = empty.merge_and_unload()
+        except NotImplementedError as error:  # of torch, about tensors without values
+            raise ValueError(
+                f"peft's {type(inner.base_model).__name__} reads values to merge its adapters, so they cannot be merged one by "
+                "one: write iter_weights of a model that peft has merged (merge_and_unload)"
+            ) from error
     lost = layers.keys() - {path for path, _ in base.named_modules()}
     check(
         not lost,

@@ -74,8 +74,8 @@ def take_rows(
             check(before.ndim, f"{name} is a scalar and has no rows: leave it out of rows and append")
             check(
                 not is_sharded(before),
-                f"{name} is sharded, and its rows belong to ranks: train the module with DistributedDataParallel, which has all "
-                "of them on each rank",
+                f"{name} is sharded, and its rows belong to ranks: leave the module unwrapped, and give its gradient function to "
+                "ll.grads.reduce_gradients, with which each rank has all of them",
             )
             indices_of[name] = _indices(name, rows.get(name), before)
             extra = added.get(name, before.detach()[:0])

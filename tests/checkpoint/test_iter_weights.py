@@ -188,6 +188,11 @@ def test_what_cannot_be_merged_or_saved_is_refused_at_the_call():
     tokens = adapted(trainable_token_indices={"embed_tokens": [1, 2]})
     with pytest.raises(ValueError, match=r"embed_tokens.token_adapter of this model cannot be merged one by one"):
         ll.checkpoint.iter_weights(tokens, ll.init_state(tokens), merge_adapters=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of peft, about its own options and its merge
+        sparse = peft.get_peft_model(made("Llama", **LLAMA), peft.ShiraConfig(target_modules=["q_proj"], r=2))
+        with pytest.raises(ValueError, match=r"peft's ShiraModel reads values to merge its adapters"):
+            ll.checkpoint.iter_weights(sparse, ll.init_state(sparse), merge_adapters=True)
     model.lm_head.weight = model.model.embed_tokens.weight
     model.model.layers[0].mlp.up_proj.weight = model.model.layers[
         0
