@@ -348,6 +348,22 @@ TYPED = {
     "assert_ranks_train_alike": "looplib.testing#assert_ranks_train_alike",
     "resume training": "recipes.COOKBOOK_CHECKPOINTS#resume-a-run",
     "CUDA out of memory": "recipes.COOKBOOK_LOSSES#retry-a-batch-in-smaller-microbatches",
+    "SFTTrainer": "recipes.FINE_TUNING#",
+    "DPO": "looplib.gradients#make_grad_fn",
+    "RLHF": "recipes.README#grpo_arithmetic",
+    "BatchSizeFinder": "recipes.COOKBOOK_LOSSES#retry-a-batch-in-smaller-microbatches",
+    "8bit adam": "recipes.COOKBOOK_OPTIMIZERS#keep-the-optimizers-state-in-8-bits",
+    "nn.DataParallel": "recipes.COOKBOOK_CHECKPOINTS#use-several-gpus",
+    "multi-node": "recipes.COOKBOOK_CHECKPOINTS#use-several-gpus",
+    "accelerate": "recipes.FROM_ACCELERATE#",
+    "set_grad_enabled": "looplib.steps#make_eval_step",
+    "set_detect_anomaly": "recipes.COOKBOOK_LOGS#debug-a-nan",
+    "torch.load weights_only": "recipes.COOKBOOK_CHECKPOINTS#start-from-saved-weights",
+    "map_location": "recipes.COOKBOOK_CHECKPOINTS#start-from-saved-weights",
+    "hyperparameter tuning": "recipes.README#optuna_pruning",
+    "validation split": "recipes.COOKBOOK_LOGS#evaluate-after-every-epoch",
+    "replay buffer": "recipes.COOKBOOK_NETWORKS#sample-by-priority-prioritized-replay",
+    "epoch mean after resume": "recipes.COOKBOOK_LOGS#log-the-mean-loss-since-the-last-line",
 }
 
 

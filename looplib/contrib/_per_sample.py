@@ -125,7 +125,7 @@ def make_per_sample_grad_fn(
             host.explain(params, buffers)
             if "mutate a captured Tensor" in str(error) or "updated in place" in str(error):
                 raise ValueError(_written(", ".join(buffers))) from error
-            if "saved tensor hooks" in str(error) or "setup_context" in str(error):
+            if any(words in str(error) for words in ("saved tensor hooks", "setup_context", "generate_vmap_rule")):
                 raise ValueError(_NOT_BY_FUNC) from error
             raise
         grads = {name: grad[:samples] for name, grad in grads.items()}
@@ -226,9 +226,9 @@ _SUMMED = (
 )
 _NOT_BY_FUNC = (
     "the model recomputes or offloads activations (ll.losses.recompute or offload, torch.utils.checkpoint, "
-    "gradient_checkpointing_enable()), or has an autograd.Function without setup_context, which torch.func cannot "
-    "differentiate, so there are no per-sample gradients: leave it out, and to need less memory, put accumulate(..., size=) "
-    "around clip_per_sample"
+    "gradient_checkpointing_enable()), or has an autograd.Function without setup_context or generate_vmap_rule, which "
+    "torch.func cannot differentiate for each sample, so there are no per-sample gradients: leave it out, and to need less "
+    "memory, put accumulate(..., size=) around clip_per_sample"
 )
 
 

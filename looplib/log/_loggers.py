@@ -7,6 +7,7 @@ operating system, and there is nothing to close.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Iterable, Mapping
@@ -105,8 +106,8 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     [{'step': 1, 'epoch': 0, 'batch': 0, 'samples': 0, 'train/loss': nan}]
 
     `pandas.DataFrame(ll.log.read_jsonl(path))` makes a table of it. An incomplete last line, from a killed process, is
-    left out. A str logged as exactly "NaN", "Infinity" or "-Infinity" also becomes a float. If a run went back to a
-    checkpoint, the repeated steps appear twice.
+    left out. Lines with bare NaN, as Python's `json` writes them, are read too. A str logged as exactly "NaN", "Infinity" or
+    "-Infinity" also becomes a float. If a run went back to a checkpoint, the repeated steps appear twice.
 
     Args:
         path: the file. The run may still be writing it.
@@ -120,7 +121,10 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
             try:
                 row = orjson.loads(line)
             except orjson.JSONDecodeError:
-                continue
+                try:
+                    row = json.loads(line)  # bare NaN and Infinity, as Python's json writes them
+                except ValueError:
+                    continue
             rows.append(
                 {name: _READ.get(value, value) if isinstance(value, str) else value for name, value in row.items()}
             )

@@ -19,7 +19,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from looplib._core.checks import check, check_number, check_type
+from looplib._core.checks import check, check_number, check_type, few
 from looplib._core.ranks import is_first
 from looplib.log._loggers import COUNTS, CodedLogger, read_jsonl, row_of
 from looplib.log.smoothing import smoothed
@@ -124,9 +124,11 @@ def plot(
     logs = logs if isinstance(logs, Mapping) else {"": logs}
     if color_by is not None:
         _check_color_by(color_by, len(logs))
-    runs = {label: curves_of(_rows(log), x) for label, log in logs.items()}
+    rows = {label: _rows(log) for label, log in logs.items()}
+    runs = {label: curves_of(of_run, x) for label, of_run in rows.items()}
     available = list(dict.fromkeys(chain.from_iterable(runs.values())))
-    check(available, f"there is nothing to draw: no row has a number beside its {x!r}")
+    present = list(dict.fromkeys(chain.from_iterable(chain.from_iterable(rows.values()))))
+    check(available, f"there is nothing to draw: no row has a number beside its {x!r}; the rows have {few(present)}")
     names = [names] if isinstance(names, str) else names
     for name in names or ():
         check(matches(name, available), f"no log has {name!r}; there are {', '.join(available)}")

@@ -157,7 +157,7 @@ class progress(Generic[T]):
         check_type("bar.show got", metrics, Mapping, "give the metrics that the train step returned")
         self._metrics.update(metrics)
 
-    def print(self, *values: object, sep: str = " ", file: TextIO | None = None) -> None:
+    def print(self, *values: object, sep: str = " ", end: str = "\n", file: TextIO | None = None) -> None:
         """Print like Python's `print`, on a line of its own above the bar, which stays whole.
 
         >>> import looplib as ll
@@ -171,10 +171,11 @@ class progress(Generic[T]):
         Args:
             values: what to print.
             sep: text between the values.
+            end: text after the last one.
             file: text stream to print to. Defaults to standard output at the time of the call.
         """
         if is_first():
-            _bar_class().write(sep.join(map(str, values)), file=file)
+            _bar_class().write(sep.join(map(str, values)), file=file, end=end)
 
     def close(self) -> None:
         """Draw the bar a last time and end it."""

@@ -336,6 +336,22 @@ def checkpointed(**options):
     return lambda model, batch: F.cross_entropy(checkpoint(model, batch[0], **options), batch[1])
 
 
+class Doubled(torch.autograd.Function):
+    """Without `generate_vmap_rule`."""
+
+    @staticmethod
+    def forward(x):
+        return 2 * x
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad
+
+
 def test_what_cannot_be_is_refused_when_it_is_called():
     m, _, (x, y) = a_model_and_batch("perceptron")
     scaled = {"scale": torch.tensor(2.0)}
@@ -354,6 +370,7 @@ def test_what_cannot_be_is_refused_when_it_is_called():
         (per_sample(m, ll.losses.recompute(mean_loss, nn.Linear)), (x, y), None, "recomputes or offloads"),
         (per_sample(m, ll.losses.offload(mean_loss, nn.Linear)), (x, y), None, "recomputes or offloads"),
         (per_sample(m, checkpointed(use_reentrant=False)), (x, y), None, r"recomputes.*accumulate\(\.\.\., size=\)"),
+        (per_sample(m, lambda m, b: Doubled.apply(m(b[0])).sum()), (x, y), None, "generate_vmap_rule"),
     ):
         with pytest.raises(TypeError if named in ("ndarray", "auc.*AUC") else ValueError, match=named):
             grad_fn(ll.init_state(m), batch, **(request or {}))

@@ -108,6 +108,13 @@ def test_a_log_cut_at_any_byte_loses_at_most_its_last_row(tmp_path):
         assert read_columns(path)["text"][-1] == "t"
 
 
+def test_lines_of_pythons_json_are_read_with_nan_and_infinity(tmp_path):
+    (tmp_path / "log").write_text(json.dumps({"step": 1, "x": math.nan, "y": -math.inf}) + "\n")
+    [row] = read_jsonl(tmp_path / "log")
+    assert math.isnan(row["x"])
+    assert row["y"] == -math.inf
+
+
 # read_columns
 
 

@@ -276,8 +276,9 @@ def test_what_cannot_be_drawn_is_refused():
         (
             lambda: plot({"a": [], "b": [{"step": 1, "note": "text"}]}),
             ValueError,
-            "no row has a number beside its 'step'",
+            "no row has a number beside its 'step'; the rows have step, note",
         ),
+        (lambda: plot(rows_of(), x="nope"), ValueError, "beside its 'nope'; the rows have step,.* train/loss"),
         (lambda: plot(rows_of(), smooth=1), ValueError, "smooth is 1"),
         (lambda: plot(["a.jsonl", "b.jsonl"]), TypeError, "dict by label"),
         (lambda: plot("none.jsonl"), FileNotFoundError, "none.jsonl"),

@@ -141,7 +141,11 @@ REFUSED = {
     "a group": (TypeError, "group bias", lambda: adamw(groups=[("bias", {"weight_decay": 0.0})])),
     "a rate": (ValueError, "-1", lambda: ll.init_state(net(), adamw(lr=-1.0))),
     "a rate at step 0": (ValueError, "-1", lambda: adamw(lr=lambda step: step - 1.0)),
-    "a group's rate at step 0": (ValueError, "-1", lambda: adamw(groups=[(is_vector, {"lr": lambda step: step - 1.0})])),
+    "a group's rate at step 0": (
+        ValueError,
+        "-1",
+        lambda: adamw(groups=[(is_vector, {"lr": lambda step: step - 1.0})]),
+    ),
     "a text for a rate": (TypeError, "'0.1' 1e-3, schedule", lambda: adamw(lr="0.1")),
     "a schedule of no numbers": (TypeError, "lr(0) None number", lambda: adamw(lr=lambda step: None)),
     "unknown": (TypeError, "SGD momentumm lr, momentum,", lambda: ll.optimizer(SGD, lr=0.1, momentumm=0.9)),

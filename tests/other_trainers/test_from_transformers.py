@@ -44,6 +44,7 @@ from checks import (
 )
 from documentation.trainers import LIBRARIES
 from torch.optim import SGD, Adafactor, Adagrad, AdamW, RMSprop
+from torch.utils._pytree import tree_leaves
 from transformers import trainer_callback, trainer_utils
 from transformers.trainer_pt_utils import AcceleratorConfig, LabelSmoother
 from transformers.training_args import OptimizerNames
@@ -371,6 +372,15 @@ def _(run, ckpt, state, train):
     assert state.step == 0
     for name, tensor in state.params.items():
         assert torch.equal(tensor, trained.params[name])
+
+
+@shows("Trainer._load_rng_state")
+def _(run, ckpt, state, train):
+    ckpt.save(trained := train(state, 3)[-1])
+    state = run().state
+    assert (state.step, state.batch, state.seed) == (3, trained.batch, trained.seed)
+    leaves, of_run = tree_leaves(state.opt_state), tree_leaves(trained.opt_state)
+    assert all(torch.equal(torch.as_tensor(x), torch.as_tensor(y)) for x, y in zip(leaves, of_run, strict=True))
 
 
 @shows("TrainerCallback.on_pre_optimizer_step")
