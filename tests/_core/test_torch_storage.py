@@ -175,7 +175,7 @@ KNOWN = {  # name: a tensor, and one whose memory stands for it
     "quantized": lambda: (q := torch.quantize_per_tensor(A, 0.1, 0, torch.qint8), q),
     "channels quantized": lambda: (q := torch.quantize_per_channel(A, torch.ones(4), torch.zeros(4), 0, torch.qint8), q),
     "coo": lambda: (s := A.to_sparse(), s._values()),
-    "uncoalesced": lambda: (s := torch.sparse_coo_tensor([[0, 0]], torch.ones(2), (3,), check_invariants=True), s._values()),
+    "uncoalesced": lambda: (s := torch.cat([A.to_sparse(), A.to_sparse()]), s._values()),
     "csr": lambda: (s := A.to_sparse_csr(), s.values()),
     "csc": lambda: (s := A.to_sparse_csc(), s.values()),
     "bsr": lambda: (s := torch.ones(4, 4).to_sparse_bsr((2, 2)), s.values()),
