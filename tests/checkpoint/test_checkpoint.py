@@ -409,7 +409,6 @@ for _ in range(5):
 """
 
 
-@pytest.mark.slow
 def test_a_process_that_ends_right_after_a_save_leaves_all_of_it_or_nothing(tmp_path):
     subprocess.run([sys.executable, "-c", ENDS, str(tmp_path)], check=True, cwd=ROOT)
     start = ll.TrainState(params={"w": torch.zeros(10)})
