@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -59,6 +60,21 @@ def without_dataset(iterator: Any) -> Any:
     """A DataLoader's iterator without what its workers have got: a dataset or a collate_fn may hold the loader."""
     vars(iterator).update(_dataset=None, _collate_fn=None, _worker_init_fn=None)
     return iterator
+
+
+@contextmanager
+def outside_of_workers() -> Iterator[None]:
+    """Context in which `torch.utils.data.get_worker_info()` returns None, as in a process that is no worker.
+
+    What reads the whole of a source in each worker has to hide the workers from it: Hugging Face's `IterableDataset` and
+    others divide themselves among those that they see.
+    """
+    worker = torch.utils.data._utils.worker
+    info, worker._worker_info = worker._worker_info, None
+    try:
+        yield
+    finally:
+        worker._worker_info = info
 
 
 # One call for many tensors. (`Any`: torch says "list or tuple", and calls of ours pass on sequences and settings.)

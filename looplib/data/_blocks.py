@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
+from looplib._core import torch_private
 from looplib._core.checks import check, check_count, is_count
 from looplib._core.random import mix
 from looplib.data._orders import Epoch, Order
@@ -47,7 +48,8 @@ class Shards(Dataset[Any]):
             shard = bisect_right(self._ends, first)
             begin = self._ends[shard - 1] if shard else 0
             length = min(end, self._ends[shard]) - first
-            samples = [*islice(self._read(shard, first - begin), length)]
+            with torch_private.outside_of_workers():  # each worker reads the blocks in which it has samples
+                samples = [*islice(self._read(shard, first - begin), length)]
             check(
                 len(samples) == length,
                 f"shard {shard} ended after {first - begin + len(samples)} samples, and its length is "
@@ -77,7 +79,8 @@ def shards(read: Callable[[int, int], Iterable[Any]], lengths: Sequence[int], *,
     Samples are numbered through all shards. To read one, the `buffer` consecutive samples of its block are read, and the last
     two blocks stay in memory in each process, so orders that stay within blocks (`ll.data.shuffled_blocks`, `sequential`)
     read each block once in an epoch, and a resumed run reads no more than the blocks of its next batch. With workers or
-    several ranks, each process reads the blocks in which it has samples.
+    several ranks, each process reads the blocks in which it has samples. Within `read`,
+    `torch.utils.data.get_worker_info()` is None, so that a shard never divides itself among the workers.
 
     Draws in `read` from the global random streams are not reproducible. Draw in `collate_fn`, or in a dataset around this
     one, whose `__getitem__` is seeded for each sample.
@@ -156,14 +159,23 @@ class ShuffledStream(IterableDataset[Any]):
         self.buffer, self._read = buffer, read
 
     def __iter__(self) -> Iterator[Any]:
+        info: Any = get_worker_info()
+        check(
+            info is None or info.num_workers == 1,
+            "a DataLoader with several workers, or a dataset in one, reads a shuffled_stream, of which each worker would give all "
+            "samples: give the stream itself to ll.make_loader(stream, num_workers=...), whose workers take turns, with what "
+            "is done to each sample in its read; or num_workers=0",
+        )
         return self.samples(0, 0, 0)
 
     def samples(self, start: int, seed: int, epoch: int) -> Iterator[Any]:
         """Samples of an epoch from that with this number on."""
         first, offset = divmod(start, self.buffer)
-        reading = iter(self._read(first * self.buffer))
+        with torch_private.outside_of_workers():  # each worker reads the whole source
+            reading = iter(self._read(first * self.buffer))
         for block in count(first):
-            held = [*islice(reading, self.buffer)]
+            with torch_private.outside_of_workers():
+                held = [*islice(reading, self.buffer)]
             for place in _permutation(len(held), seed, epoch, block).tolist()[offset:]:
                 yield held[place]
             if len(held) < self.buffer:
@@ -190,7 +202,10 @@ def shuffled_stream(read: Callable[[int], Iterable[Any]], *, buffer: int) -> Shu
 
     The order is that of `ll.data.shuffled_blocks`, and the number of samples need not be known. A resumed run reads one
     buffer, or two if its next batch lies in two. The batches are the same with any number of ranks and workers, and
-    `with_position` is not needed. Each rank and each worker reads the whole source, and keeps its own samples.
+    `with_position` is not needed. Each rank and each worker reads the whole source, and keeps its own samples. Within
+    `read`, `torch.utils.data.get_worker_info()` is None, so a source that divides itself among the workers gives all samples
+    to each of them. A source that divides itself among the ranks, as after `split_dataset_by_node` of Hugging Face
+    `datasets`, cannot be known: give the undivided one.
 
     For a Hugging Face `IterableDataset`, `read` is `lambda start: dataset.skip(start)`, which reads what it skips again, but
     neither decodes nor maps it if `map` comes after `skip`. With shards whose lengths are known, `ll.data.shards` reads
@@ -204,7 +219,8 @@ def shuffled_stream(read: Callable[[int], Iterable[Any]], *, buffer: int) -> Shu
 
     Raises:
         TypeError: `read` is not a function.
-        ValueError: `buffer` is below 1; or, from the loop, the source ends before the sample at which the run stands.
+        ValueError: `buffer` is below 1; from the loop, the source ends before the sample at which the run stands; or several
+            workers of a DataLoader of torch's iterate over the stream, which would give each sample once for each of them.
     """
     check(callable(read), f"read is a {type(read).__name__}; give a function start -> samples", TypeError)
     check_count("buffer", buffer)

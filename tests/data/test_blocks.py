@@ -4,12 +4,16 @@ import itertools
 
 import pytest
 import torch
+from datasets import Dataset, IterableDataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plain_loader import as_rank, at
+from plain_loader import as_rank, at, quiet
 from shared import examples
+from torch.utils.data import ChainDataset, DataLoader, get_worker_info
 
 import looplib as ll
+
+pytestmark = quiet
 
 
 class Counted:
@@ -143,14 +147,118 @@ def test_a_stream_of_a_batch_size_per_rank_continues_in_a_block(tmp_path):
 
 
 def test_a_hugging_face_stream_is_shuffled_so():
-    import datasets
-
-    stream = datasets.Dataset.from_dict({"x": [*range(30)]}).to_iterable_dataset(num_shards=3)
+    stream = Dataset.from_dict({"x": [*range(30)]}).to_iterable_dataset(num_shards=3)
     loader = ll.make_loader(ll.data.shuffled_stream(stream.skip, buffer=8), batch_size=4, seed=7)
     indexed = ll.make_loader(range(30), batch_size=4, seed=7, order=ll.data.shuffled_blocks(8))
     expected = [batch.tolist() for batch in indexed(at())]
     for batch in (0, 3, 7):
         assert [part["x"].tolist() for part in loader(at(batch=batch))] == expected[batch:]
+
+
+class Dividing:
+    """Numbers that divide themselves among the workers that they see, when it is created and at each sample."""
+
+    def __init__(self, start, count):
+        self.numbers, self.seen = iter(range(start, count)), get_worker_info()
+
+    def __iter__(self):
+        for number in self.numbers:
+            for info in (self.seen, get_worker_info()):
+                if info and number % info.num_workers != info.id:
+                    break
+            else:
+                yield {"x": number}
+
+
+def generated(count):
+    for number in range(count):
+        yield {"x": number}
+
+
+def sources_of(count, shards):
+    """Functions that read the same samples from any on, of sources that divide themselves among workers."""
+    hugging_face = Dataset.from_dict({"x": [*range(count)]}).to_iterable_dataset(num_shards=min(shards, count))
+    generator = IterableDataset.from_generator(generated, gen_kwargs={"count": count})
+    return {
+        "datasets": hugging_face.skip,
+        "formatted": hugging_face.with_format("torch").skip,
+        "generator": generator.skip,
+        "dividing": lambda start: Dividing(start, count),
+    }
+
+
+def in_parts(make, ranks, state):
+    """The numbers in the batches of all ranks, each put together again."""
+    parts = []
+    for rank in range(ranks):
+        with as_rank(rank, ranks):
+            parts.append([batch["x"].tolist() for batch in make()(state)])
+    return [[*itertools.chain(*batch)] for batch in zip(*parts, strict=True)]
+
+
+@pytest.mark.parametrize("kind", ["datasets", "dividing"])
+def test_a_source_that_divides_itself_among_the_workers_is_read_whole_by_each(kind):
+    stream = ll.data.shuffled_stream(sources_of(24, 4)[kind], buffer=10)
+    indexed = ll.make_loader(range(24), batch_size=4, seed=7, order=ll.data.shuffled_blocks(10))
+    loader = ll.make_loader(stream, batch_size=4, seed=7, num_workers=2)
+    assert in_parts(lambda: loader, 1, at(batch=1)) == [batch.tolist() for batch in indexed(at(batch=1))]
+
+
+@pytest.mark.slow
+@given(
+    count=st.integers(1, 40),
+    shards=st.integers(1, 5),
+    kind=st.sampled_from(["datasets", "formatted", "generator", "dividing"]),
+    buffer=st.integers(1, 15),
+    size=st.integers(1, 6),
+    workers=st.integers(0, 3),
+    ranks=st.integers(1, 2),
+    epoch=st.integers(0, 1),
+    start=st.floats(0, 1),
+)
+@settings(max_examples=examples(25), deadline=None)
+def test_any_source_has_the_batches_of_a_list_with_any_shards_workers_and_ranks(
+    count, shards, kind, buffer, size, workers, ranks, epoch, start
+):
+    plain = ll.make_loader(range(count), batch_size=size, seed=7, order=ll.data.shuffled_blocks(buffer))
+    state = at(epoch=epoch, batch=int(start * (len(plain) - 1)))
+    stream = ll.data.shuffled_stream(sources_of(count, shards)[kind], buffer=buffer)
+
+    def make():
+        return ll.make_loader(stream, batch_size=size, seed=7, num_workers=workers, collate_fn=columns)
+
+    assert in_parts(make, ranks, state) == [batch.tolist() for batch in plain(state)]
+
+
+def columns(rows):
+    return {"x": torch.tensor([int(row["x"]) for row in rows], dtype=torch.int64)}
+
+
+def test_shards_that_divide_themselves_among_the_workers_are_read_whole():
+    stream = Dataset.from_dict({"x": [*range(30)]}).to_iterable_dataset(num_shards=3)
+    dataset = ll.data.shards(lambda shard, start: stream.shard(3, shard).skip(start), [10, 10, 10], buffer=8)
+    options = {"batch_size": 4, "seed": 7, "order": ll.data.shuffled_blocks(8)}
+    loader = ll.make_loader(dataset, num_workers=2, **options)
+    assert in_parts(lambda: loader, 1, at()) == [
+        batch.tolist() for batch in ll.make_loader(range(30), **options)(at())
+    ]
+
+
+def test_a_hugging_face_stream_alone_is_divided_by_itself():
+    stream = Dataset.from_dict({"x": [*range(30)]}).to_iterable_dataset(num_shards=4)
+    loader = ll.make_loader(stream, batch_size=4, num_workers=2)
+    expected = [batch["x"].tolist() for batch in DataLoader(stream, batch_size=4, num_workers=2)]
+    read = in_parts(lambda: loader, 1, at())
+    assert read == expected
+    assert sorted(itertools.chain(*read)) == [*range(30)]
+
+
+def test_several_workers_of_a_plain_dataloader_are_refused():
+    stream = ll.data.shuffled_stream(lambda start: iter(range(start, 8)), buffer=3)
+    assert [*DataLoader(stream, batch_size=None)] == [*DataLoader(stream, batch_size=None, num_workers=1)]
+    for dataset in (stream, ChainDataset([stream])):
+        with pytest.raises(ValueError, match=r"each worker would give all samples: .*ll.make_loader\(stream"):
+            next(iter(DataLoader(dataset, num_workers=2)))
 
 
 def test_a_source_that_cannot_be_read_so_is_refused_by_name():
