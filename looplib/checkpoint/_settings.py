@@ -60,7 +60,7 @@ class Settings:
         stored: PartlyRead = tuple(manifest["partly_read"])
         moved, partly_read, line = _at_the_same_sample(counts, stored, saved_loaders, loaders, length)
         if moved is None:
-            _check_ranks(path, counts, stored, saved_loaders, loaders)
+            _check_sizes(path, counts, stored, saved_loaders, loaders)
             _check_position(path, counts, stored, length)
         elastic = moved is not None and all(map(is_elastic, saved_loaders, loaders))  # as many samples as asked for
         changed = [] if elastic else differences({"epoch_length": counts["epoch_length"]}, {"epoch_length": length})
@@ -192,24 +192,31 @@ def _common(update: Any, other: Any) -> Any:
     return {name: _common(update[name], other.get(name)) for name in update if name not in parts - other.keys()}
 
 
-def _check_ranks(
+def _check_sizes(
     path: Path,
     counts: Mapping[str, Any],
     partly_read: PartlyRead,
     saved_loaders: Sequence[Mapping[str, Any]],
     loaders: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Raise ValueError within an epoch if a batch size per rank makes other batches, in which the next sample is not known."""
-    is_within = counts["batch"] or read_of_batch(partly_read, counts["epoch"], counts["batch"])
+    """Raise ValueError within an epoch if the next sample is not known in batches of another size.
+
+    By a batch size per rank, they have another one with nothing changed by hand. Without `epoch_length`, no other number tells
+    them from those of before.
+    """
+    epoch, batch = counts["epoch"], counts["batch"]
+    is_within = batch or read_of_batch(partly_read, epoch, batch)
     for was, now in zip(saved_loaders, loaders, strict=False) if is_within else ():
-        size = was.get("batch_size")
+        size, per_rank = was.get("batch_size"), now.get("batch_size_per_rank")
+        is_other = None not in (size, now.get("batch_size")) and size != now["batch_size"]
         check(
-            now.get("batch_size_per_rank") is None or size in (None, now["batch_size"]),
-            f"{path} stands within an epoch, after batch {counts['batch']} of {size} samples, and with "
-            f"batch_size_per_rank={now.get('batch_size_per_rank')} a batch has {now['batch_size']} here. A restore converts the "
-            "position if init_state was given the loaders, the batch sizes of all of them have changed by one factor and nothing "
-            "else has, for datasets with indices and for streams that one process reads and that have not ended. Finish this "
-            f"epoch with make_loader(..., batch_size={size}), on any number of ranks",
+            not is_other or (per_rank is None and counts["epoch_length"] is not None),
+            f"{path} stands within an epoch, after batch {batch} of {size} samples, and "
+            f"{'' if per_rank is None else f'with batch_size_per_rank={per_rank} '}a batch has {now.get('batch_size')} here. A "
+            "restore converts the position if init_state was given the loaders, the batch sizes of all of them have changed by "
+            "one factor and nothing else has, for datasets with indices and for streams that one process reads, and without "
+            "epoch_length only while all batches of the epoch were full. Finish this epoch with make_loader(..., "
+            f"batch_size={size}), on any number of ranks; if it has been read to its end, the loop then ends it at once",
         )
 
 

@@ -425,7 +425,8 @@ def make_loader(  # noqa: PLR0913 - there are two ways to give the batch size
     samples that are left of it. The order of the samples is a function of (seed, epoch), so each comes once in an epoch,
     in the same order on any ranks. Only `drop_last` drops other samples at the end, and epochs of `max_batches`, or of the
     `epoch_length` of a stream, have as many batches of the new size. Several loaders stay together if all have a batch size
-    per rank. Within an epoch, `zipped` loaders and a stream that several workers read are refused.
+    per rank. Refused within an epoch: `zipped` loaders, a stream that several workers read, and without `epoch_length`, as for a
+    stream, a run that was saved after a last batch that was not full. Continue it there with `batch_size=`, that of before.
 
     **Streams.** A stream (an `IterableDataset`, or anything else that has only `__iter__`) is read from its start at every
     call. The batches before `state.batch` are read and skipped, unless `ll.data.with_position` has kept its position, or the

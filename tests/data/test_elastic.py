@@ -406,8 +406,40 @@ def test_a_count_of_the_batches_of_several_epochs_is_refused(tmp_path):
     )
     ckpt = ll.checkpoint_io(tmp_path)
     ckpt.save(saved.replace(step=5, batch=5, samples=20, batch_samples=4))
-    with pytest.warns(UserWarning, match="batch_size was 4, is 5"):
-        assert ckpt.restore(new).batch == 5  # as it was: nothing is converted
+    with pytest.raises(ValueError, match=r"after batch 5 of 4 samples, and a batch has 5 here.*batch_size=4\)"):
+        ckpt.restore(new)
+
+
+@given(
+    samples=st.integers(1, 30),
+    before=st.integers(1, 9),
+    after=st.integers(1, 9),
+    stop=st.integers(1, 30),
+    epoch=st.integers(0, 1),
+)
+@settings(max_examples=examples(60), deadline=None)
+@pytest.mark.filterwarnings("ignore:.*batch_size was")
+def test_without_epoch_length_another_batch_size_continues_at_the_next_sample_or_is_refused(
+    tmp_path_factory, samples, before, after, stop, epoch
+):
+    def state_of(size):
+        return new_state(ll.make_loader(range(samples), batch_size=size, seed=3)).replace(epoch_length=None)
+
+    def read(size, state):
+        return ll.make_loader(range(samples), batch_size=size, seed=3)(state)
+
+    ckpt, seen = ll.checkpoint_io(tmp_path_factory.mktemp("run")), []
+    state = state_of(before).replace(epoch=epoch, samples=epoch * samples)
+    for batch in list(read(before, state))[:stop]:
+        seen += batch.tolist()
+        state = consume(state, batch)
+    ckpt.save(state)
+    if before != after and state.batch_samples < before:
+        with pytest.raises(ValueError, match=rf"has {after} here.*Finish this epoch with .*batch_size={before}\)"):
+            ckpt.restore(state_of(after))
+        after = before
+    rest = read(after, ckpt.restore(state_of(after), quiet=True))
+    assert [*seen, *(sample for batch in rest for sample in batch.tolist())] == order_of(samples, epoch)
 
 
 def test_zipped_loaders_leave_out_what_the_run_has_read_of_the_first(tmp_path):
