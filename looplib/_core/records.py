@@ -434,7 +434,12 @@ def other_settings(path: Any, changed: Sequence[str], seed: Sequence[str] = ()) 
     """
     taken = {few(changed, 10, "; "): "the new ones"} if changed else {}
     taken |= dict.fromkeys(seed, "the checkpoint's seed (state.replace(seed=...) changes it)")
+    beside = (
+        ". Loaders beside the first one (zipped) continue after as many of their batches as before, so of other batches, samples "
+        "may come again or never"
+    )
     return (
         f"{path} was saved with other settings: {'; '.join(taken)}. The run continues from it with "
         f"{' and '.join(taken.values())}; to start over, give checkpoint_io another directory or delete this one"
+        f"{beside if any(' beside ' in words for words in changed) else ''}"
     )

@@ -60,6 +60,7 @@ class Settings:
         stored: PartlyRead = tuple(manifest["partly_read"])
         moved, partly_read, line = _at_the_same_sample(counts, stored, saved_loaders, loaders, length)
         if moved is None:
+            _check_beside(path, counts, saved_loaders, loaders, length)
             _check_sizes(path, counts, stored, saved_loaders, loaders)
             _check_position(path, counts, stored, length)
         elastic = moved is not None and all(map(is_elastic, saved_loaders, loaders))  # as many samples as asked for
@@ -98,6 +99,9 @@ _OF_ANOTHER_LOADER = (
     "No looplib loader is known to give the run's batches. A plain DataLoader starts the epoch again: skip its first {first}, "
     "or write loader = ll.make_loader(dataloader), ll.init_state(..., loader=loader) and for batch in loader(state)"
 )
+
+# Settings from which the number of batches in an epoch follows.
+_OF_LENGTH = ("samples", "batch_size", "drop_last", "max_batches")
 
 
 def _at_the_same_sample(
@@ -210,13 +214,41 @@ def _check_sizes(
         size, per_rank = was.get("batch_size"), now.get("batch_size_per_rank")
         is_other = None not in (size, now.get("batch_size")) and size != now["batch_size"]
         check(
-            not is_other or (per_rank is None and counts["epoch_length"] is not None),
+            not is_other or (per_rank is None and counts["epoch_length"] is not None and "beside" not in now),
             f"{path} stands within an epoch, after batch {batch} of {size} samples, and "
             f"{'' if per_rank is None else f'with batch_size_per_rank={per_rank} '}a batch has {now.get('batch_size')} here. A "
             "restore converts the position if init_state was given the loaders, the batch sizes of all of them have changed by "
             "one factor and nothing else has, for datasets with indices and for streams that one process reads, and without "
             "epoch_length only while all batches of the epoch were full. Finish this epoch with make_loader(..., "
             f"batch_size={size}), on any number of ranks; if it has been read to its end, the loop then ends it at once",
+        )
+
+
+def _check_beside(
+    path: Path,
+    counts: Mapping[str, Any],
+    saved_loaders: Sequence[Mapping[str, Any]],
+    loaders: Sequence[Mapping[str, Any]],
+    length: int | None,
+) -> None:
+    """Raise ValueError after an epoch if its number of batches has changed, and with it the position of loaders beside the first.
+
+    Their epochs and batches (`zipped`) follow from the number of batches that the run has consumed.
+    """
+    epoch, old_length = counts["epoch"], counts["epoch_length"]
+    pairs = zip(saved_loaders, loaders, strict=False) if epoch else ()
+    for was, now in pairs:
+        sizes, other_sizes = ([loader.get(name) for name in _OF_LENGTH] for loader in (was, now))
+        moves = old_length != length or (length is None and sizes != other_sizes)
+        words = differences({"epoch_length": old_length, "loader": was}, {"epoch_length": length, "loader": now})
+        check(
+            not moves or not ("beside" in was and "beside" in now),
+            f"{path} stands at batch {counts['batch']} of epoch {epoch}, and was saved with other settings: "
+            f"{few(words, 10, '; ')}. Where the loaders beside the first one (zipped) continue follows from the number of "
+            "batches that the run has consumed, so with other epochs they would stand elsewhere: some of their samples would "
+            "come again or never. Continue with the batch_size and the dataset that the first loader began with. To let the others "
+            "continue elsewhere: restore with the loaders of before, and then state = first.resume(state), with the new first "
+            "loader",
         )
 
 

@@ -131,6 +131,7 @@ class Zipped(Loader):
     def description(self) -> dict[str, Any]:
         """Description of everything that the batches depend on: the first loader's, and those of the others by number."""
         first, *others = (loader.description for loader in self._loaders)
+        others = [*first.get("beside", {}).values(), *others]  # of a first loader that is zipped itself
         return {**first, "beside": {str(number): other for number, other in enumerate(others, 1)}}
 
 
@@ -230,6 +231,15 @@ def zipped(first: Loader, *others: Loader, count_samples: Callable[[Any], int] |
     No position is stored. After `n = state.epoch * len(first) + state.batch` batches, a loader of `m` batches stands in its
     epoch `n // m` at batch `n % m`. A run therefore continues after any step, on any number of ranks and with any number of
     workers. Each loader divides its own batches among the ranks.
+
+    So a restored run needs the number of batches in an epoch of `first` that it began with: after an epoch, `ckpt.restore`
+    refuses another one, with which the others would stand elsewhere. If another loader has a new batch size, a warning says
+    that it continues after as many of its batches.
+
+    **Seeds.** Give each loader a `seed` of its own. Two loaders with the same seed (each has 0 by default) and the same number
+    of samples have the same order in every epoch, so the same two samples always meet, and over one dataset, its random
+    augmentations are equal in both. Only paired datasets, such as the images of two cameras, need that, which is why nothing
+    warns of it. For two different views of one sample, return both from one dataset's `__getitem__`.
 
     **Samples.** Batches of different sizes cannot be counted by the rule of `ll.data.count_samples`, so say which ones count:
 

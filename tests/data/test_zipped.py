@@ -104,6 +104,14 @@ def test_a_shorter_loader_is_shuffled_again_and_augmented_again_in_each_of_its_e
     assert drawn.unique().numel() == drawn.numel()
 
 
+def test_loaders_of_one_seed_and_length_are_paired_and_those_of_two_seeds_are_not():
+    """As the docstring says: the same samples meet with the same draws, in each epoch."""
+    for seed, are_paired in ((0, True), (1, False)):
+        loader = zipped(make_loader(Augmented(8), batch_size=4), make_loader(Augmented(8), batch_size=4, seed=seed))
+        pairs = [pair for epoch in range(3) for pair in loader(ll.TrainState(epoch=epoch))]
+        assert [x.equal(u) for x, u in pairs] == 6 * [are_paired]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("persistent_workers", [True, False])
 def test_workers_read_the_same_batches_and_end_with_the_loop(persistent_workers):
@@ -289,15 +297,59 @@ def test_reprs_are_the_calls():
     assert repr(zipped(loader, loader)) == f"ll.data.zipped({text}, {text})  # 2 batches"
 
 
-def test_a_restore_does_not_convert_the_position_of_loaders_side_by_side(tmp_path):
-    def run(size):
-        first, other = (
-            ll.make_loader(torch.arange(float(n)).view(-1, 1), batch_size=b) for n, b in ((12, size), (9, 3))
-        )
-        model = torch.nn.Linear(1, 1)
-        return ll.init_state(model, loader=ll.data.zipped(first, other, count_samples=lambda batch: len(batch[0])))
+def side_by_side(size, of_other=3, samples=12, **options):
+    first, other = (
+        ll.make_loader(torch.arange(float(count)).view(-1, 1), batch_size=batch_size, order=order)
+        for count, batch_size, order in ((samples, size, None), (90, of_other, ll.data.sequential()))
+    )
+    loader = zipped(first, other, count_samples=lambda batch: len(batch[0]))
+    state = ll.init_state(torch.nn.Linear(1, 1), loader=loader)
+    return first, loader, state.replace(**options)
 
+
+def test_a_restore_does_not_convert_the_position_of_loaders_side_by_side(tmp_path):
     ckpt = ll.checkpoint_io(tmp_path)
-    ckpt.save(run(3).replace(step=1, batch=1, samples=3, batch_samples=3))
+    ckpt.save(side_by_side(3, step=1, batch=1, samples=3, batch_samples=3)[2])
     with pytest.raises(ValueError, match="stands within an epoch"):
-        ckpt.restore(run(2), quiet=True)
+        ckpt.restore(side_by_side(2)[2], quiet=True)
+    ckpt.save(side_by_side(4, samples=9, step=1, batch=1)[2].replace(samples=4, batch_samples=4))
+    with pytest.raises(ValueError, match="stands within an epoch"):  # 3 batches as before, of other samples
+        ckpt.restore(side_by_side(3, samples=9)[2], quiet=True)
+
+
+@pytest.mark.parametrize("length", [3, None])
+def test_after_an_epoch_that_has_another_number_of_batches_now_the_others_would_stand_elsewhere(tmp_path, length):
+    ckpt = ll.checkpoint_io(tmp_path)
+    ckpt.save(side_by_side(4, step=3, epoch=1, epoch_length=length)[2].replace(samples=12, batch_samples=4))
+    first, loader, state = side_by_side(2)
+    state = state.replace(epoch_length=length and 6)
+    with pytest.raises(ValueError, match=r"batch_size was 4, is 2.*others .*elsewhere.*first.resume\(state\)"):
+        ckpt.restore(state, quiet=True)
+    assert next(loader(ll.TrainState(epoch=1)))[1].flatten().tolist() == [18, 19, 20]  # instead of 9, 10, 11
+    # What the message advises.
+    _, before, state = side_by_side(4)
+    state = ckpt.restore(state.replace(epoch_length=length), quiet=True)
+    assert next(before(state))[1].flatten().tolist() == [9, 10, 11]
+    state = first.resume(state)
+    assert [u.flatten().tolist()[0] for _, u in loader(state)] == [*range(18, 36, 3)]
+    ckpt.save(state)
+    with pytest.warns(
+        UserWarning, match="beside 1 batch_size was not given, is 3"
+    ):  # `first` alone was known until now
+        assert ckpt.restore(side_by_side(2)[2], quiet=True).epoch == 1
+
+
+def test_another_batch_size_beside_the_first_loader_is_warned_of_with_what_it_means(tmp_path):
+    ckpt = ll.checkpoint_io(tmp_path)
+    ckpt.save(side_by_side(4, step=3, epoch=1)[2].replace(samples=12, batch_samples=4))
+    _, loader, state = side_by_side(4, of_other=6)
+    with pytest.warns(UserWarning, match=r"beside 1 batch_size was 3, is 6.*samples may come again or never"):
+        state = ckpt.restore(state, quiet=True)
+    assert next(loader(state))[1].flatten().tolist() == [*range(18, 24)]
+
+
+def test_the_description_of_loaders_side_by_side_has_all_of_them():
+    first, second, third = (make_loader(range(6), batch_size=2, seed=seed) for seed in range(3))
+    flat = zipped(first, second, third).description
+    assert zipped(zipped(first, second), third).description == flat
+    assert [loader["seed"] for loader in (flat, *flat["beside"].values())] == [0, 1, 2]
