@@ -130,7 +130,8 @@ class Zipped(Loader):
     @cached_property
     def description(self) -> dict[str, Any]:
         """Description of everything that the batches depend on: the first loader's, and those of the others by number."""
-        first, *others = (loader.description for loader in self._loaders)
+        descriptions: list[dict[str, Any]] = [loader.description for loader in self._loaders]
+        first, *others = descriptions
         others = [*first.get("beside", {}).values(), *others]  # of a first loader that is zipped itself
         return {**first, "beside": {str(number): other for number, other in enumerate(others, 1)}}
 
