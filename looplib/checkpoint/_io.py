@@ -432,8 +432,9 @@ class CheckpointIO:
         saved run's in its batch size alone, which `batch_size_per_rank` makes of other ranks, the run continues at the next
         sample, and a line says so. Of several loaders, the sizes have to change by one factor. `state.epoch`, `batch` and
         `epoch_length` then count the new batches, `step` and `samples` what they did. Between two epochs, `epoch_length` is
-        taken from `state` in any case. Within an epoch, another change is refused, and `Loader.resume` continues where it
-        can: `loader.resume(ckpt.restore(state.replace(epoch_length=...)))`.
+        taken from `state` in any case, but for `ll.data.zipped` loaders, whose positions follow from it. Within an epoch,
+        another change is refused, and `Loader.resume` continues where it can:
+        `loader.resume(ckpt.restore(state.replace(epoch_length=...)))`.
 
         **Tied weights.** If leaves that share a tensor in `state` were saved with different values, they are
         separated: the module's leaves keep their tensors, and the others get new ones.
