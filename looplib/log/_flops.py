@@ -9,13 +9,14 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint, flop_counter
 
 from looplib._core.checks import check, few, warn
 from looplib._core.engines import engine_of
 from looplib._core.forward_writes import put_back, with_copies
 from looplib._core.ranks import is_sharded
-from looplib._core.records import check_kind, record_of, records_of
+from looplib._core.records import check_kind, records_of
 from looplib._core.torch_private import TorchDispatchMode, in_backward, pytree
 from looplib.types import TrainState, check_state
 
@@ -34,18 +35,20 @@ def count_flops(function: Callable[..., Any], state: TrainState, batch: Any) -> 
     It calls the function once and leaves the state, the module and the random streams as they were. A multiplication and
     an addition are two operations. The count is that of the model, as for model FLOPs utilization: activations that are
     recomputed in the backward pass (`ll.losses.recompute`, gradient checkpointing, fused attention) count once. Attention
-    counts as if no position were masked, with any kernel and on any device. Elementwise operations and the update are left
-    out.
+    counts as if no position were masked, with any kernel and on any device. torch's transformer layers, which have one
+    kernel for all of their parts in eval mode, run part by part for it. Elementwise operations, sums and Fourier transforms
+    are left out. So is the update, if you give a gradient function; a train step has the matrix products of its update too
+    (Muon).
 
-    `ll.log.step_timer(flops=...)` takes the count. It holds for batches of this size. For batches of different lengths, give
-    a function of the batch, such as the formula of PaLM for a transformer of N parameters, L layers, H heads of width Q and
-    T tokens in a row:
+    `ll.log.step_timer(flops=...)` takes the count of a gradient function, for compiled steps and stacks too. It holds for
+    batches of this size. For batches of different lengths, give a function of the batch, such as the formula of PaLM for a
+    transformer of N parameters, L layers, H heads of width Q and T tokens in a row:
 
         step_timer = ll.log.step_timer(flops=lambda batch: batch.numel() * (6 * N + 12 * L * H * Q * batch.shape[1]))
 
     Args:
-        function: a gradient function with all its wrappers (`accumulate`), or a pure step, not compiled. Modules that are
-            compiled run as they were written.
+        function: a gradient function with all its wrappers (`accumulate`), or a pure step, not compiled and not of a stack.
+            Modules that are compiled run as they were written.
         state, batch: what to call it with. On several ranks, all ranks call this, each with its part of the batch, and get the
             count of their own device.
 
@@ -54,7 +57,8 @@ def count_flops(function: Callable[..., Any], state: TrainState, batch: Any) -> 
         ValueError: it is a step that donates, which would spend the state, or a compiled one; or layers are split over
             ranks (tensor parallelism), whose part on one device is not known.
 
-    Warns of operations without a formula, such as kernels of other packages and LSTMs on a GPU, which the count leaves out.
+    Warns of operations without a formula, which the count leaves out: kernels of other packages, LSTMs on a GPU, products
+    with integers or sparse matrices, factorizations (`torch.linalg`), and transformer layers in TorchScript.
     `torch.utils.flop_counter.register_flop_formula` gives them one.
 
     Source: `torch.utils.flop_counter.FlopCounterMode`; Chowdhery et al., "PaLM", 2022, appendix B.
@@ -62,11 +66,13 @@ def count_flops(function: Callable[..., Any], state: TrainState, batch: Any) -> 
     who = "count_flops"
     check_kind(function, who, "grad_fn", "train_step", "eval_step", "predict_step")
     check_state(state, "ll.log.count_flops(grad_fn, state, batch)")
-    record = record_of(function)
-    if record is not None and record.spec is not None:
+    for spec in (record.spec for record in records_of(function) if record.spec is not None):
         advice = "give the gradient function that it is made of: count_flops(grad_fn, state, batch)"
-        check(not record.spec.donate, f"{who} got a step with donate=True, which would spend the state: {advice}")
-        check(record.spec.compiler is None, f"{who} got a compiled step, whose kernels have no names: {advice}")
+        check(not spec.donate, f"{who} got a step with donate=True, which would spend the state: {advice}")
+        check(
+            spec.compiler is None,
+            f"{who} got a compiled step or one of a stack, whose kernels have no names: {advice}, with one state of a stack",
+        )
     # A module in DDP or FSDP2 runs on its own tensors, which get their values back.
     model = next((link.model for link in records_of(function) if link.model is not None), None)
     in_place = model is not None and engine_of(model) is not None
@@ -78,7 +84,7 @@ def count_flops(function: Callable[..., Any], state: TrainState, batch: Any) -> 
         op: _once(op, formula) for op, formula in {**counter.flop_registry, **_ATTENTION}.items()
     }
     try:
-        with torch.compiler.set_stance("force_eager"), seen, counter:
+        with torch.compiler.set_stance("force_eager"), _WithoutFusedLayers(), seen, counter:
             function(state, batch, **request)
     finally:
         put_back(copies)
@@ -157,9 +163,39 @@ class _AllModules(nullcontext[None]):
     parents = ("Global",)
 
 
-# Words in the names of operations that multiply matrices, and the namespaces of torch's own operations that do not.
-_PRODUCTS = {"mv", "addmv", "attention", "rnn", "linear", "matmul", "trilinear", "convolution"}
-_TORCHS = {"aten", "prim", "prims", "c10d", "_c10d_functional", "c10d_functional", "fsdp", "profiler", "higher_order"}
+class _WithoutFusedLayers(TorchFunctionMode):
+    """Keeps torch's transformer layers from their kernels for a whole layer, for which there are no formulas.
+
+    They take them only where no mode sees the calls. In contrast to `torch.backends.mha.set_fastpath_enabled`, this
+    leaves the layers of other threads alone.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **kwargs or {})
+
+
+# Words in the names of operations that multiply or factorize matrices; how the names of those begin that have such a word
+# and do not; and the namespaces of torch's own operations.
+_PRODUCTS = {
+    *(
+        "mv",
+        "addmv",
+        "matmul",
+        "linear",
+        "trilinear",
+        "cdist",
+        "pdist",
+        "attention",
+        "transformer",
+        "rnn",
+        "lstm",
+        "gru",
+    ),
+    *("convolution", "conv", "conv2d", "conv3d", "linalg", "cholesky", "solve", "spsolve", "geqrf", "ormqr"),
+    "generator",  # of affine grids
+}
+_OTHERS = ("linalg_vector_norm", "linalg__powsum", "linalg_cross", "_linalg_check_errors", "_thnn_fused")
+_TORCHS = {"aten", "prim", "prims", "c10d", "_c10d_functional", "c10d_functional", "fsdp", "profiler"}
 
 
 class _Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -170,8 +206,9 @@ class _Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.ops: dict[Any, None] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        words = func.__name__.partition(".")[0].split("_")
-        known = func.namespace in _TORCHS and not any(word in _PRODUCTS or word.endswith("mm") for word in words)
+        name = func.__name__.partition(".")[0]
+        has_word = any(word in _PRODUCTS or word.endswith("mm") for word in name.split("_"))
+        known = func.namespace in _TORCHS and (name.startswith(_OTHERS) or not has_word)
         if not known:
             self.ops[getattr(func, "overloadpacket", func)] = None
         return func(*args, **kwargs or {})

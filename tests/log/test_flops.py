@@ -179,6 +179,48 @@ def test_gradients_of_gradients_count():
     assert count_flops(grad_fn, state, x) == 5 * (2 * 4 * 8 * 8) + 6 * (2 * 4 * 8 * 1)
 
 
+def encoder(layers=2, **options):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True, **options)
+    return nn.TransformerEncoder(layer, layers, enable_nested_tensor="norm_first" not in options)
+
+
+def of_encoder(samples, length, layers=2, width=32, hidden=64):
+    """Forward pass: four projections, the two products of attention, and the two layers behind it."""
+    return layers * samples * length * (8 * width**2 + 4 * length * width + 4 * width * hidden)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("options", [{}, {"norm_first": True}, {"activation": "gelu"}], ids=str)
+def test_torchs_fused_layers_count_as_their_parts(options):
+    """In eval mode and without gradients, torch has one kernel for a whole layer, and leaves out padding."""
+    model, x = encoder(**options), torch.randn(4, 10, 32)
+    state, expected = ll.init_state(model), of_encoder(4, 10)
+    padding = torch.arange(10).expand(4, 10) > 6
+    for batch in (x, padding):
+        forward = lambda model, batch: model(x, src_key_padding_mask=None if batch is x else batch)  # noqa: E731
+        assert count_flops(ll.make_predict_step(model, forward), state, batch) == expected
+        eval_step = ll.make_eval_step(model, lambda model, batch: {"mean": forward(model, batch).mean()})  # noqa: B023
+        assert count_flops(eval_step, state, batch) == expected
+    attention = nn.MultiheadAttention(32, 4, batch_first=True)
+    predict_step = ll.make_predict_step(attention, lambda model, x: model(x, x, x)[0])
+    assert count_flops(predict_step, ll.init_state(attention), x) == 4 * 10 * (8 * 32**2 + 4 * 10 * 32)
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_a_frozen_teacher_counts_once():
+    student, teacher, x = encoder(), encoder(layers=3).eval().requires_grad_(False), torch.randn(4, 10, 32)
+
+    def distill(model, x):
+        with torch.no_grad():
+            target = teacher(x)
+        return (model(x) - target).square().mean()
+
+    grad_fn, state = ll.make_grad_fn(student, distill), ll.init_state(student)
+    of_student = 3 * of_encoder(4, 10) - 2 * 4 * 10 * 32 * (3 * 32)  # no gradient of the data
+    assert count_flops(grad_fn, state, x) == of_student + of_encoder(4, 10, layers=3)
+
+
 # Purity, refusals, warnings
 
 
@@ -202,6 +244,9 @@ def test_refusals():
         count_flops(ll.make_train_step(grad_fn, optimizer, donate=True), state, x)
     with pytest.raises(ValueError, match=r"compiled step.*give the gradient function"):
         count_flops(ll.compile_step(ll.make_train_step(grad_fn, optimizer)), state, x)
+    stacked = step_timer().train_step(ll.vmap_step(ll.make_train_step(grad_fn, optimizer)))
+    with pytest.raises(ValueError, match=r"a compiled step or one of a stack.*give the gradient function"):
+        count_flops(stacked, ll.transforms.stack_states([state]), x)
     with pytest.raises(TypeError, match="count_flops"):
         count_flops(model, state, x)
 
@@ -227,6 +272,53 @@ def test_operations_without_a_formula_are_named():
     assert count_flops(grad_fn, state, x) == 3 * (2 * 3 * 4 * 2)
     with pytest.warns(UserWarning, match=r"aten\.mv"):
         count_flops(lambda state, x: torch.mv(x, torch.ones(4)), state, x)
+
+
+def test_operations_of_torch_without_a_formula_that_multiply_or_factorize_matrices_are_named():
+    x, kernel = torch.eye(8), torch.ones(3, 8, 4)
+    linalg = torch.linalg
+    operations = {
+        "conv_tbc": lambda: torch.conv_tbc(torch.ones(5, 2, 8), kernel, torch.zeros(4)),
+        "linalg_matrix_exp": lambda: linalg.matrix_exp(x),
+        "linalg_cholesky_ex": lambda: linalg.cholesky(x),
+        "linalg_inv_ex": lambda: linalg.inv(x),
+        "linalg_qr": lambda: linalg.qr(x),
+        "_linalg_svd": lambda: linalg.svd(x),
+        "_linalg_eigh": lambda: linalg.eigh(x),
+        "_linalg_solve_ex": lambda: linalg.solve(x, x),
+        "linalg_lu_factor_ex": lambda: linalg.lu_factor(x),
+        "linalg_solve_triangular": lambda: linalg.solve_triangular(x, x, upper=True),
+        "linalg_lstsq": lambda: linalg.lstsq(x, x),
+        "linalg_householder_product": lambda: linalg.householder_product(x, x[0]),
+        "_linalg_slogdet": lambda: linalg.slogdet(x),
+        "cholesky_inverse": lambda: torch.cholesky_inverse(x),
+        "cholesky_solve": lambda: torch.cholesky_solve(x, x),
+        "geqrf": lambda: torch.geqrf(x),
+        "ormqr": lambda: torch.ormqr(x, x[0], x),
+        "_cdist_forward": lambda: torch.cdist(x, x),
+        "affine_grid_generator": lambda: F.affine_grid(x[:2, :6].view(2, 2, 3), (2, 3, 4, 4), align_corners=False),
+        "_int_mm": lambda: torch._int_mm(*[torch.ones(32, 32, dtype=torch.int8)] * 2),
+    }
+    for name, operation in operations.items():
+        with pytest.warns(UserWarning, match=rf"no formula for .*\b{name}\b"):
+            count_flops(lambda state, batch, operation=operation: operation(), ll.TrainState(), None)
+    others = {
+        "elementwise": lambda: (x * x).relu().softmax(-1).sum(),
+        "norms": lambda: linalg.vector_norm(x) + x.norm() + linalg.cross(x[:, :3], x[:, :3]).sum(),
+        "pictures": lambda: F.interpolate(x[None, None], scale_factor=2, mode="bilinear"),
+        "samples": lambda: F.grid_sample(x[None, None], torch.zeros(1, 4, 4, 2), align_corners=False),
+        "tables": lambda: F.embedding(torch.arange(3), x),
+    }
+    for name, operation in others.items():
+        assert count_flops(lambda state, batch, operation=operation: operation(), ll.TrainState(), None) == 0, name
+
+
+def test_a_fused_layer_of_a_script_is_named():
+    layer = encoder(1).layers[0].eval().requires_grad_(False)
+    with pytest.warns(DeprecationWarning, match="torch.jit.script"):
+        script = torch.jit.script(layer)
+    with pytest.warns(UserWarning, match=r"aten\._transformer_encoder_layer_fwd"):
+        count_flops(lambda state, x: script(x), ll.TrainState(), torch.ones(2, 5, 32))
 
 
 def on_ranks():
