@@ -781,6 +781,17 @@ def agrees_with_the_count(names):
     return timed == pytest.approx(sum(counts), rel=0.03)
 
 
+@pytest.mark.slow
+def test_the_utilization_of_a_compiled_step_agrees_with_the_count(monkeypatch, tmp_path):
+    task, plain = "Measure model FLOPs utilization (MFU) 1", "ll.make_train_step(grad_fn, optimizer, donate=True)"
+    assert TASKS[task].count(plain) == 1
+    compiled = TASKS[task].replace(plain, f'll.compile_step({plain}, backend="eager")')
+    monkeypatch.setitem(TASKS, task, compiled)
+    names = run(task, tmp_path, monkeypatch)
+    assert names["costs"]["train_step_seconds"] > 0
+    assert agrees_with_the_count(names)
+
+
 SIDE_BY_SIDE = "Train on two loaders side by side (FixMatch, domain adaptation, several tasks) 1"
 
 

@@ -177,21 +177,8 @@ class _WithoutFusedLayers(TorchFunctionMode):
 # Words in the names of operations that multiply or factorize matrices; how the names of those begin that have such a word
 # and do not; and the namespaces of torch's own operations.
 _PRODUCTS = {
-    *(
-        "mv",
-        "addmv",
-        "matmul",
-        "linear",
-        "trilinear",
-        "cdist",
-        "pdist",
-        "attention",
-        "transformer",
-        "rnn",
-        "lstm",
-        "gru",
-    ),
-    *("convolution", "conv", "conv2d", "conv3d", "linalg", "cholesky", "solve", "spsolve", "geqrf", "ormqr"),
+    *("mv", "addmv", "matmul", "linear", "trilinear", "convolution", "conv", "conv2d", "conv3d", "cdist", "pdist"),
+    *("attention", "transformer", "rnn", "lstm", "gru", "linalg", "cholesky", "solve", "spsolve", "geqrf", "ormqr"),
     "generator",  # of affine grids
 }
 _OTHERS = ("linalg_vector_norm", "linalg__powsum", "linalg_cross", "_linalg_check_errors", "_thnn_fused")

@@ -21,21 +21,30 @@ from typing import Any, TypeVar
 import torch
 
 from looplib._core import ranks as _ranks
-from looplib._core.checks import check, check_number, check_type, separated, warn
+from looplib._core.checks import check, check_number, check_type, few, separated, warn
 from looplib._core.collective import together_with_data
 from looplib._core.records import Made, check_kind, record_of, with_record
+from looplib._core.tracing import refuse_in_graph
+from looplib._core.trees import map_tensors
 from looplib.grads.wrapping import check_grad_fn
 from looplib.log._peaks import peak_flops
-from looplib.types import GradFn, LossFn, Optimizer, Part, TrainState
+from looplib.types import GradFn, LossFn, Optimizer, Part, TrainState, TrainStep, check_state
 
 T = TypeVar("T")
 
 
-_PARTS = ("data", "forward", "gradients", "update")
+_PARTS = ("data", "forward", "gradients", "update", "train_step")
 _ALONE = ("data", "forward", "update", "rest")  # in which ranks do not wait for each other
 
 
 _END = object()
+
+_IN_A_GRAPH = (
+    "step_timer has to time a part of a step that is traced into a graph (ll.compile_step, ll.vmap_step, "
+    "ll.transforms.differentiable), where the part's Python runs once and not in each step: leave out step_timer.grad_fn, "
+    "step_timer.loss_fn and step_timer.optimizer, and time the whole step, "
+    "train_step = step_timer.train_step(ll.compile_step(train_step))"
+)
 
 
 def _is_above_0(value: float) -> bool:
@@ -64,11 +73,20 @@ class step_timer:
     else between the first call and `read()`. Wrapped functions return the same values bit for bit, since the step timer
     only reads the clock around them, and states and checkpoints do not know about it.
 
+    The parts of a step that runs as a graph (`compile_step`, `vmap_step`, `differentiable`) cannot be timed: their Python
+    runs only while the step is traced. Time the whole step, which gives the same rates and `mfu`:
+
+        train_step = step_timer.train_step(ll.compile_step(train_step))
+
+    The first step takes longer than others, since it builds what all of them use. `step_timer.train_step` leaves it out;
+    with the parts, call `read()` after it.
+
     Args:
-        tokens: `tokens(batch)`, number of tokens in a batch as passed to the gradient function: a number, or a tensor
-            with one element, which stays on its device until `read()`.
+        tokens: `tokens(batch)`, number of tokens in a batch as passed to the gradient function, or to the whole step: a
+            number, or a tensor with one element, which stays on its device until `read()`.
         flops: number of floating-point operations in one call of the gradient function, as counted by `count_flops`. Give a
-            function `flops(batch)` if batches differ in size or length; like `tokens`, it may return a tensor.
+            function `flops(batch)` if batches differ in size or length; like `tokens`, it may return a tensor. For a stack,
+            `flops` and `tokens` are those of one member.
         peak: operations per second of this process's device, for `mfu`. Defaults to `peak_flops(device)`, in bfloat16; give
             the number for another dtype, or for a device that is not known.
         device: device whose clock to use. Defaults to the current accelerator, or the CPU if there is none. An
@@ -78,6 +96,7 @@ class step_timer:
     Raises:
         TypeError: `tokens` is not a function, or `flops` neither a number nor a function.
         ValueError: `flops` or `peak` is not above 0 and finite.
+        UntraceableError: from the first step, if a part of it is timed and the step runs as a graph.
 
     Source of `mfu`: model FLOPs utilization, Chowdhery et al., "PaLM", 2022, appendix B.
     """
@@ -109,10 +128,12 @@ class step_timer:
         self._count_flops = flops
         self._peak = peak_flops(self._device or "cpu") if peak is None else peak
         self._sizes: list[int] = []  # numbers of samples that batches have had
-        self._began: float | None = None
-        self._clear()
+        self._wrapped: set[str] = set()  # the methods that have wrapped something
+        self._restart(None)
 
-    def _clear(self) -> None:
+    def _restart(self, began: float | None) -> None:
+        """Forget all times and counts. They begin at this time, or with the first call."""
+        self._began = began
         self._seconds = dict.fromkeys(_PARTS, 0.0)
         self._calls = dict.fromkeys(_PARTS, 0)
         self._events: list[tuple[str, Any, Any]] = []  # of an accelerator, until they are read
@@ -150,19 +171,24 @@ class step_timer:
         the time of the outer functions is in the rest. Raises TypeError if `grad_fn` is not a function.
         """
         grad_fn = check_grad_fn(grad_fn, "step_timer.grad_fn")
+        self._wraps("grad_fn")
 
         @functools.wraps(grad_fn)
         def metered(state: TrainState, batch: Any, *part: Any, **named: Any) -> Any:
             out = self._time("gradients", True, grad_fn, state, batch, *part, **named)
-            self._samples += out.samples
-            if self._count_tokens is not None:
-                self._tokens = self._tokens + self._count_tokens(batch)
-            if self._count_flops is not None:
-                self._flops = self._flops + self._flops_of(batch, out.samples)
+            self._count(batch, out.samples)
             return out
 
         record = record_of(grad_fn) or Made("grad_fn", "step_timer.grad_fn")
         return with_record(metered, record._replace(microbatches=None))  # accumulate calls it for each
+
+    def _count(self, batch: Any, samples: int, members: int = 1) -> None:
+        """Count a batch, which this many members of a stack have computed with."""
+        self._samples += members * samples
+        if self._count_tokens is not None:
+            self._tokens = self._tokens + members * self._count_tokens(batch)
+        if self._count_flops is not None:
+            self._flops = self._flops + members * self._flops_of(batch, samples)
 
     def _flops_of(self, batch: Any, samples: int) -> Any:
         """Operations of one call. A number is that of batches of one size."""
@@ -191,6 +217,7 @@ class step_timer:
         if `loss_fn` is not a function of a model and a batch.
         """
         check_kind(loss_fn, "step_timer.loss_fn", "loss_fn")
+        self._wraps("loss_fn")
 
         @functools.wraps(loss_fn)
         def metered(model: Any, batch: Any) -> Any:
@@ -204,6 +231,7 @@ class step_timer:
         Raises TypeError if `optimizer` is not an `ll.optimizer(...)`.
         """
         check_kind(optimizer, "step_timer.optimizer", "optimizer")
+        self._wraps("optimizer")
         parts = {name: self._timed(part) for name, part in optimizer.parts.items()}
         return replace(optimizer, parts=parts)
 
@@ -213,8 +241,84 @@ class step_timer:
         def timed(half: Callable[..., Any] | None, counts: bool) -> Callable[..., Any] | None:
             return half and functools.partial(self._time, "update", counts, half)
 
-        transform = timed(part.transform, False)
-        return replace(part, transform=transform, update_=timed(part.update_, part.role == "weights"))
+        return replace(
+            part,
+            transform=timed(part.transform, False),
+            update_=timed(part.update_, part.role == "weights"),
+            for_graphs=part.for_graphs and self._timed(part.for_graphs),  # which refuses
+        )
+
+    def train_step(self, train_step: TrainStep) -> TrainStep:
+        """Time a whole train step, and count its samples: for steps that run as graphs, whose parts cannot be timed.
+
+        >>> import looplib as ll, torch
+        >>> model, optimizer = torch.nn.Linear(2, 1), ll.optimizer(torch.optim.AdamW, lr=1e-3)
+        >>> grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).square().mean())
+        >>> flops = ll.log.count_flops(grad_fn, ll.init_state(model), torch.ones(4, 2))
+        >>> step_timer = ll.log.step_timer(flops=flops, peak=1e11)
+        >>> compiled_step = ll.compile_step(ll.make_train_step(grad_fn, optimizer), backend="eager")
+        >>> train_step = step_timer.train_step(compiled_step)
+        >>> state = ll.init_state(model, optimizer)
+        >>> for batch in step_timer.data(torch.ones(3, 4, 2)):
+        ...     state, metrics = train_step(state, batch)
+        >>> list(step_timer.read())[:4]
+        ['step_seconds', 'data_seconds', 'train_step_seconds', 'rest_seconds']
+
+        The time of its first call, in which the step is traced and compiled, is left out, and so is what was timed before
+        it. A later batch of a new shape is compiled within the time that `read` reports.
+
+        The samples are those of the returned state (`batch_samples`); if it counts none, there is no
+        `samples_per_second`. A step of a stack (`vmap_step`) counts the samples,
+        `tokens` and `flops` of one member as many times as there are members; with `own_batches=True`, functions of the
+        batch get that of the first member. What members compute once for all of them (frozen parameters that they share)
+        counts for each.
+
+        Args:
+            train_step: a train step, compiled or not, or a function of your own around one of a single state.
+
+        Raises:
+            TypeError: `train_step` is a different function.
+            ValueError: this step timer has wrapped parts of a step, whose samples would count twice; or, from a step, a
+                function of your own is around that of a stack.
+        """
+        check_kind(train_step, "step_timer.train_step", "train_step")
+        self._wraps("train_step")
+        record = record_of(train_step)
+        compiler = None if record is None or record.spec is None else record.spec.compiler
+        is_first = True
+
+        @functools.wraps(train_step)
+        def metered(state: TrainState, batch: Any) -> Any:
+            nonlocal is_first
+            check_state(state, "step_timer.train_step(train_step)(state, batch)")
+            seeds: Any = state.seed  # of a stack, those of its members
+            members = len(seeds) if isinstance(seeds, tuple) else 1
+            check(
+                compiler is not None or not isinstance(seeds, tuple),
+                "step_timer.train_step got a function around the step of a stack, and does not know whether members have "
+                "batches of their own: put it directly around, step_timer.train_step(ll.vmap_step(train_step))",
+            )
+            out = self._time("train_step", True, train_step, state, batch)
+            if is_first:
+                self._restart(self._now())
+                is_first = False
+            else:
+                if getattr(compiler, "own_batches", False):
+                    batch = map_tensors(lambda tensor: tensor[0], batch)
+                self._count(batch, out[0].batch_samples, members)
+            return out
+
+        return metered
+
+    def _wraps(self, method: str) -> None:
+        """Record that a method wraps something. Raises ValueError if what it times would be timed twice."""
+        self._wrapped.add(method)
+        parts = [f"step_timer.{name}" for name in ("grad_fn", "loss_fn", "optimizer") if name in self._wrapped]
+        check(
+            not (parts and "train_step" in self._wrapped),
+            f"step_timer.train_step times a whole step, and {few(parts)} of the same timer a part of one, so both would "
+            "count twice: leave one out, or make another ll.log.step_timer() for it",
+        )
 
     def read(self, prefix: str = "") -> dict[str, float]:
         """Return the times since the last reading, as floats for a log, and reset. Waits for the accelerator.
@@ -229,18 +333,18 @@ class step_timer:
                 `step_timer.grad_fn`, also `flops_per_second` of this process's device, and `mfu`, model FLOPs utilization:
                 their share of the device's peak, from 0 to 1. There is no `mfu` for a device whose peak is not known, such as a
                 CPU. A step is an update; without `step_timer.optimizer`, it is a call for gradients, or otherwise a batch. The
-                dict is empty if there were no steps.
+                dict is empty if there were no steps. With `step_timer.train_step`, a step is a call of it; it has
+                `train_step_seconds` in place of the times of gradients and update, and the same rates.
 
         Evaluation between two readings counts as rest, and lowers all rates. To leave it out, call `read` before it for the
         log and after it to reset.
         """
         prefix = separated(prefix)
-        if self._device is not None:
-            torch.accelerator.synchronize(self._device)
+        now = self._now()
         for part, start, end in self._events:
             self._seconds[part] += start.elapsed_time(end) / 1000
-        now = time.perf_counter()
-        steps = self._calls["update"] or self._calls["gradients"] or self._calls["data"]
+        whole = self._calls["train_step"]
+        steps = whole or self._calls["update"] or self._calls["gradients"] or self._calls["data"]
         costs: dict[str, float] = {}
         if steps and self._began is not None:
             elapsed = now - self._began
@@ -249,23 +353,33 @@ class step_timer:
             # An accelerator's clock differs from the CPU's and may be ahead by a rounding error.
             rest = max(0.0, elapsed - sum(self._seconds.values()))
             seconds = {"step": elapsed, **self._seconds, "rest": rest}
+            absent = {"gradients", "update"} if whole else {"train_step"}
             if not self._calls["forward"]:
-                del seconds["forward"]
-            costs = {f"{prefix}{part}_seconds": total / steps for part, total in seconds.items()}
-            if self._calls["gradients"]:
-                costs[f"{prefix}samples_per_second"] = self._samples / elapsed
+                absent.add("forward")
+            costs = {
+                f"{prefix}{part}_seconds": total / steps for part, total in seconds.items() if part not in absent
+            }
+            if whole or self._calls["gradients"]:
+                if self._samples:  # which the states of a loop of your own may not count
+                    costs[f"{prefix}samples_per_second"] = self._samples / elapsed
                 if self._count_tokens is not None:
                     costs[f"{prefix}tokens_per_second"] = float(self._tokens) / elapsed
                 if self._count_flops is not None:
                     costs[f"{prefix}flops_per_second"] = rate = float(self._flops) / elapsed
                     if self._peak is not None:
                         costs[f"{prefix}mfu"] = rate / self._peak
-        self._began = now
-        self._clear()
+        self._restart(now)
         return costs
+
+    def _now(self) -> float:
+        """The time, when the accelerator has done its work."""
+        if self._device is not None:
+            torch.accelerator.synchronize(self._device)
+        return time.perf_counter()
 
     def _time(self, part: str, counts: bool, function: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
         """Call a function and add its time to that of a part, whose calls are counted if `counts`."""
+        refuse_in_graph(_IN_A_GRAPH)
         if self._began is None:
             self._began = time.perf_counter()
         start = self._mark()

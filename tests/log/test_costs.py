@@ -211,6 +211,141 @@ def test_an_accelerators_own_times_are_read_without_waiting_for_it(monkeypatch, 
     assert sum(costs[part] for part in PARTS if part in costs) == pytest.approx(costs["step_seconds"])
 
 
+# Steps that run as graphs
+
+
+GRAPHS = {
+    "compiled": lambda step: ll.compile_step(step, backend="eager"),
+    "stacked": ll.vmap_step,
+    "differentiable": ll.transforms.differentiable,
+}
+MEMBERS = 3
+
+
+def graph_step(kind, grad_fn, optimizer, model, donate=False):
+    state = ll.init_state(model, optimizer)
+    if kind == "stacked":
+        state = ll.transforms.stack_states([ll.init_state(model, optimizer, seed=seed) for seed in range(MEMBERS)])
+    return state, GRAPHS[kind](ll.make_train_step(grad_fn, optimizer, donate=donate))
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("kind", GRAPHS)
+@pytest.mark.parametrize("part", ["grad_fn", "loss_fn", "optimizer"])
+def test_a_part_of_a_graph_is_refused(part, kind):
+    """Its Python runs while the step is traced, and never again."""
+    cost, model = step_timer(device="cpu"), net(2, 1)
+    grad_fn = ll.make_grad_fn(model, cost.loss_fn(loss_fn) if part == "loss_fn" else loss_fn)
+    optimizer = cost.optimizer(adamw()) if part == "optimizer" else adamw()
+    grad_fn = cost.grad_fn(grad_fn) if part == "grad_fn" else grad_fn
+    state, train_step = graph_step(kind, grad_fn, optimizer, model, donate=kind == "compiled")
+    with pytest.raises(ll.transforms.UntraceableError, match=r"step_timer\.train_step\(ll\.compile_step"):
+        train_step(state, batches(1)[0])
+    assert torch.isfinite(state.params["0.weight"]).all()  # nothing is spent
+    assert cost.read() == {}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("kind", [None, *GRAPHS])
+def test_a_whole_step_is_timed_and_its_operations_are_counted(kind, clock):
+    members, sizes = MEMBERS if kind == "stacked" else 1, [4, 4, 6, 4, 6]
+    compiling = 0 if kind is None else 100
+
+    def slow_to_compile(function):  # the first batch of each size
+        new = {*sizes}
+
+        def step(state, batch):
+            clock.sleep(compiling if len(batch) in new else 0)
+            new.discard(len(batch))
+            return function(state, batch)
+
+        return step
+
+    flops = lambda x: 1000 * len(x)  # noqa: E731
+    cost = step_timer(device="cpu", tokens=torch.numel, flops=flops, peak=1e6)
+    model = net(2, 1)
+    optimizer, grad_fn = adamw(), ll.make_grad_fn(model, loss_fn)
+    if kind is None:
+        state, train_step = ll.init_state(model, optimizer), ll.make_train_step(grad_fn, optimizer)
+    else:
+        state, train_step = graph_step(kind, grad_fn, optimizer, model)
+    if kind != "stacked":  # which is compiled as the others are, and has no function around it
+        timed = cost.train_step(slow_to_compile(train_step))
+    else:
+        timed, compiling = cost.train_step(train_step), 0
+    for x in cost.data(slowly([torch.ones(size, 2) for size in sizes], 0.5, clock)):
+        expected, _ = train_step(state, x) if kind is None else (None, None)
+        state, _ = timed(state, x)
+        assert expected is None or bits(state) == bits(expected)
+        clock.sleep(0.25)
+    # The first call is left out, and the graph for batches of another size is a part of the time.
+    elapsed = 4 * (0.5 + 0.25) + 0.25 + compiling
+    samples = members * sum(sizes[1:])
+    assert cost.read("c/") == pytest.approx(
+        {
+            "c/step_seconds": elapsed / 4,
+            "c/data_seconds": 0.5,
+            "c/train_step_seconds": compiling / 4,
+            "c/rest_seconds": 1.25 / 4,
+            "c/samples_per_second": samples / elapsed,
+            "c/tokens_per_second": 2 * samples / elapsed,
+            "c/flops_per_second": 1000 * samples / elapsed,
+            "c/mfu": 1000 * samples / elapsed / 1e6,
+        }
+    )
+    assert cost.read() == {}
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("compiled", [False, True])
+def test_members_with_batches_of_their_own_are_counted_by_the_batch_of_one(compiled, clock):
+    cost = step_timer(device="cpu", tokens=lambda batch: batch["x"].numel(), flops=5, peak=100)
+    model, optimizer = net(2, 1), adamw()
+    grad_fn = ll.make_grad_fn(model, lambda model, batch: loss_fn(model, batch["x"]))
+    train_step = ll.vmap_step(ll.make_train_step(grad_fn, optimizer), own_batches=True)
+    train_step = cost.train_step(GRAPHS["compiled"](train_step) if compiled else train_step)
+    stack = ll.transforms.stack_states([ll.init_state(model, optimizer, seed=seed) for seed in range(MEMBERS)])
+    for _ in range(3):
+        stack, _ = train_step(stack, {"x": torch.ones(MEMBERS, 4, 2)})
+        clock.sleep(1)
+    costs = cost.read()  # of 2 steps in 3 seconds: the first second begins after the first step
+    assert costs["samples_per_second"] == pytest.approx(2 * MEMBERS * 4 / 3)
+    assert costs["tokens_per_second"] == pytest.approx(2 * MEMBERS * 8 / 3)
+    assert costs["mfu"] == pytest.approx(2 * MEMBERS * 5 / 3 / 100)
+
+
+def test_a_whole_step_of_an_accelerator_is_timed_after_the_first_without_waiting(monkeypatch, clock):
+    queue = Queue(clock)
+    monkeypatch.setattr(torch, "Event", queue.event)
+    monkeypatch.setattr(torch.accelerator, "synchronize", queue.synchronize)
+    cost, model = step_timer(device="cuda", flops=10, peak=1000), net(2, 1)
+    train_step = ll.compile_step(ll.make_train_step(ll.make_grad_fn(model, loss_fn), adamw()), backend="eager")
+
+    def launches(state, batch):
+        queue.work(0.05 if state.step else 7)
+        return train_step(state, batch)
+
+    train(ll.init_state(model, adamw()), cost.train_step(launches), cost.data(slowly(batches(5), 0.005, clock)))
+    assert queue.waits == 1  # for the first step, which is left out
+    costs = cost.read()
+    assert costs["train_step_seconds"] == pytest.approx(0.05)
+    assert costs["step_seconds"] == pytest.approx((4 * 0.05 + 0.005) / 4)  # the others' batches come while it works
+    assert costs["mfu"] == pytest.approx(10 / costs["step_seconds"] / 1000)
+
+
+def test_without_counted_samples_there_is_no_rate_of_them(clock):
+    cost, model, optimizer = step_timer(device="cpu", flops=3), net(2, 1), adamw()
+
+    def own_step(state, batch):
+        clock.sleep(1)
+        return ll.apply_gradients(optimizer, state, ll.make_grad_fn(model, loss_fn)(state, batch).grads)
+
+    train(ll.init_state(model, optimizer), cost.train_step(own_step), batches(3))
+    costs = cost.read()
+    assert costs["flops_per_second"] == pytest.approx(3)
+    assert "samples_per_second" not in costs
+
+
 @pytest.mark.slow
 def test_peak_memory_sees_what_was_allocated_and_forgets_it():
     # The system counts pages by core and adds up now and then, so all bounds are loose.
@@ -274,6 +409,12 @@ def test_the_slow_rank_and_its_part_are_named():
 def test_what_cannot_be_metered_is_refused():
     model = net(2, 1)
     state, timed = ll.init_state(model), step_timer().grad_fn(ll.contrib.sam(ll.make_grad_fn(model, loss_fn), 0.1))
+    plain = ll.make_train_step(ll.make_grad_fn(model, loss_fn), adamw())
+    both, whole = step_timer(), step_timer()
+    both.grad_fn(ll.make_grad_fn(model, loss_fn))
+    whole.train_step(plain)
+    stack = ll.transforms.stack_states([ll.init_state(model, adamw(), seed=seed) for seed in range(2)])
+    stacked = ll.vmap_step(plain)
     assert_each_refused(
         (lambda: step_timer().data(lambda state: []), TypeError, r"function.*step_timer.data\(loader\(state\)\)"),
         (lambda: step_timer().grad_fn(nn.Linear(1, 1)), TypeError, "step_timer.grad_fn.*Linear"),
@@ -281,4 +422,18 @@ def test_what_cannot_be_metered_is_refused():
         (lambda: ll.log.slowest_rank({"train/data_seconds": 1.0}), ValueError, r"without a prefix.*\[\]"),
         (lambda: step_timer().optimizer(nn.Linear(1, 1)), TypeError, "step_timer.optimizer.*Linear.*ll.optimizer"),
         (lambda: ll.accumulate(timed, 2)(state, batches()[0]), ValueError, "sam within accumulate"),
+        (lambda: step_timer().train_step(timed), TypeError, "step_timer.train_step got the grad_fn of"),
+        (
+            lambda: ll.compile_step(step_timer().train_step(plain)),
+            TypeError,
+            "compile_step got a function.*around the result",
+        ),
+        (lambda: both.train_step(plain), ValueError, r"step_timer\.train_step.*step_timer\.grad_fn.*count twice"),
+        (lambda: whole.optimizer(adamw()), ValueError, r"step_timer\.train_step.*step_timer\.optimizer.*count twice"),
+        (lambda: step_timer().train_step(lambda *a: stacked(*a))(stack, batches()[0]), ValueError, "directly around"),
+        (
+            lambda: step_timer().train_step(plain)((state, state), batches()[0]),
+            TypeError,
+            "state is a tuple.*step_timer.train_step",
+        ),
     )
