@@ -9,18 +9,20 @@ from typing import Any, SupportsIndex, cast
 import torch
 from torch import Tensor, nn
 
-from looplib._core import interrupts, lease, misuse
+from looplib._core import interrupts, lease, misuse, torch_private
 from looplib._core import modules as _modules
 from looplib._core import random as draws
 from looplib._core.checks import check, check_optional_count, check_type, few, is_plain, named
 from looplib._core.copies import shared_copy
 from looplib._core.engines import engine_of
 from looplib._core.forward_writes import WROTE, put_back, versions, written_since
+from looplib._core.graphs import functions_behind, runs_again
 from looplib._core.mappings import fields_of, pick
 from looplib._core.memory import named_tensors, overlaps
 from looplib._core.random import mix
 from looplib._core.records import MANY, check_kind, described, kind_of, settings_of
 from looplib._core.torch_private import pytree
+from looplib._core.torch_storage import identity_of_memory
 from looplib._graft import Grafted, graft
 from looplib.types import (
     TREES,
@@ -373,16 +375,19 @@ def apply(
     Args:
         model: the `nn.Module`, with or without torch's wrappers, which are not called.
         weights: a state of the model, or name -> tensor under the names of the whole model: parameters, and buffers if they
-            are not to be the model's. Frozen parameters that are not there are the model's own.
+            are not to be the model's. Frozen parameters that are not there are the model's own. Tied tensors may be under
+            one of their names or all, as in a `state_dict`. What is called needs the parameters that it shares with other
+            parts, such as an encoder, under the names where the model registers them first.
         args, kwargs: for the call.
         method: path of a submodule or a method within the model, such as "critic" or "actor.get_action". "" calls the model.
 
     Raises:
-        ValueError: the names or shapes are not the model's, a trained parameter of what is called is missing, there is no such
-            method, or the module is sharded by FSDP2, which runs its own parameters.
+        ValueError: the names or shapes are not the model's, a trained parameter of what is called is missing, tied names have
+            different tensors, there is no such method, or the module is sharded by FSDP2, which runs its own parameters.
         TypeError: `weights` is neither a state nor a mapping.
-        RuntimeError: the forward pass wrote to the weights in place, such as by `weight.clamp_()`. Writes to `weight.data`
-            are not found.
+        RuntimeError: the forward pass wrote to the weights in place, such as by `weight.clamp_()` (writes to `weight.data`
+            are not found), or a torch.utils.checkpoint within the module would run again without the weights in the backward
+            pass (`ll.losses.recompute` runs with them).
         DonatedStateError: the state was donated to a step.
 
     Source: `torch.func.functional_call`, `flax.linen.Module.apply`.
@@ -399,7 +404,9 @@ def apply(
     parents = [".".join(steps[:end]) for end in range(len(steps) + 1)]
     called = next(name for name in reversed(parents) if name in inner)
     path = method.removeprefix(called).removeprefix(".")
-    _check_weights(model, weights, of_model, called)
+    weights = _under_first_names(weights, _modules.first_names(model))
+    owners = {id(torch_private.own_parameters(module)) for module in inner[called].modules()}
+    _check_weights(model, weights, of_model, {slot.name for slot in slots.params if id(slot.owner) in owners}, called)
     function: Any = inner[called]
     try:
         function = operator.attrgetter(path)(function) if path else function
@@ -416,6 +423,7 @@ def apply(
         shortened = _modules.names_of_shortened(model.modules(), slots.params) & weights.keys()
         copies = {name: weights[name].clone() for name in shortened}
         swaps = [(slot, slot.owner[slot.key], copies.get(slot.name, weights.get(slot.name))) for slot in slots.params]
+        entries = [(slot.owner, slot.key, tensor) for slot, _, tensor in swaps if tensor is not None]
         # Within a step its own may be written as by a call of the model: the step knows if they may.
         kept = {
             slot.name: tensor
@@ -426,8 +434,12 @@ def apply(
         for slot in slots.buffers:
             buffer = weights.get(slot.name, of_model[slot.name])
             swaps.append((slot, slot.owner[slot.key], copies.setdefault(slot.name, buffer.clone())))
+        around = _modules.running.lent
+        lent = _modules.Lent([*(around.entries if around else ()), *entries], around.run_again if around else set())
+        changed = any(tensor is not before for _, before, tensor in swaps if tensor is not None)
         swaps += [(slot, None, None) for slot in slots.empty]
         try:
+            _modules.running.lent = lent
             for slot, _, tensor in swaps:
                 if tensor is not None:
                     slot.owner[slot.key] = tensor
@@ -435,27 +447,63 @@ def apply(
         finally:
             for slot, before, _ in swaps:
                 slot.owner[slot.key] = before
+            _modules.running.lent = around
         if written := written_since(kept, counts):
             raise RuntimeError(WROTE.format(names=few(written), state="The weights that were given have changed"))
+        if changed and torch.is_grad_enabled():
+            _check_runs_once(out, (args, kwargs, weights), lent.run_again)
         return out
 
 
+def _check_runs_once(out: Any, inputs: Any, run_again: set[Any]) -> None:
+    """Raise RuntimeError if a backward pass would run the module again, when it has its own weights."""
+    check(
+        run_again.issuperset(filter(runs_again, functions_behind(out, inputs))),
+        "activation checkpointing (torch.utils.checkpoint) within ll.state.apply runs layers again in the backward pass, when "
+        "the module has its own weights again, and gradients would be those of other weights: switch it off in this module, "
+        "and wrap the loss function in ll.losses.recompute(loss_fn, layers). Without gradients, call it under torch.no_grad()",
+        RuntimeError,
+    )
+
+
+def _under_first_names(weights: Mapping[str, Tensor], first_names: Mapping[str, str]) -> dict[str, Tensor]:
+    """Weights under the first of the names of tied tensors, as a state has them. A `state_dict` has all of the names."""
+    renamed: dict[str, Tensor] = {}
+    for name, tensor in weights.items():
+        first = first_names.get(name, name)
+        known = renamed.setdefault(first, weights.get(first, tensor))
+        check(
+            known is tensor or _same_detached(known, tensor),
+            f"{name} is tied to {first} in the model, and the weights have another tensor under each name: leave out {name}",
+        )
+    return renamed
+
+
+def _same_detached(one: Tensor, other: Tensor) -> bool:
+    """True for two tensors that are the same numbers in memory, and of which none gets a gradient."""
+    (first, memory), (second, other_memory) = (
+        ((tensor.shape, tensor.dtype, tensor.stride(), tensor.storage_offset()), identity_of_memory(tensor))
+        for tensor in (one, other)
+    )
+    return first == second and memory == other_memory is not None and not (one.requires_grad or other.requires_grad)
+
+
 def _check_weights(
-    model: nn.Module, weights: Mapping[str, Tensor], of_model: Mapping[str, Tensor], called: str
+    model: nn.Module, weights: Mapping[str, Tensor], of_model: Mapping[str, Tensor], needed: set[str], called: str
 ) -> None:
     """Raise ValueError unless these are weights of a model, with all that the called submodule trains."""
-    title, beginning = f"the weights are not those of this {type(model).__name__}", f"{called}." if called else ""
+    title = f"the weights are not those of this {type(model).__name__}"
     missing = [
-        name
-        for name, tensor in of_model.items()
-        if name.startswith(beginning) and tensor.requires_grad and name not in weights
+        name for name, tensor in of_model.items() if name in needed and tensor.requires_grad and name not in weights
     ]
     unexpected = [name for name in weights if name not in of_model]
+    shared = [name for name in missing if called and not name.startswith(f"{called}.")]
     check(
         not (missing or unexpected),
         f"{title}: missing {few(missing) if missing else 'none'}, unexpected {few(unexpected) if unexpected else 'none'}; give "
         "them under the names of the whole model, and a part of it as method='name'. To keep the others of a state: "
-        "{**state.params, **weights}",
+        "{**state.params, **weights}"
+        + (f". {called} shares {few(shared)} with another part, under whose names they are" if shared else ""),
     )
     for name, tensor in weights.items():
         check(

@@ -1,6 +1,7 @@
 """A module, a submodule or a method with other weights: beside torch's functional_call, raw copies and raw loops."""
 
 import copy
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from problem import WAYS
 from shared import SGD, assert_each_refused, bits, make_train_step
 from torch import nn
 from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 import looplib as ll
 
@@ -189,6 +191,126 @@ def test_wrong_weights_and_methods_are_refused():
         ),
     )
     assert ll.state.apply(agent, without, X, method="body").shape == (8, 4)
+
+
+class Checkpointed(nn.Module):
+    """Two layers with buffers, of which the first may be in a torch.utils.checkpoint."""
+
+    def __init__(self, reentrant=None):
+        super().__init__()
+        self.first, self.last = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Tanh()), nn.Linear(5, 1)
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        hidden = self.first(x) if self.reentrant is None else checkpoint(self.first, x, use_reentrant=self.reentrant)
+        return Output(self.last(hidden))
+
+
+@dataclass
+class Output:
+    value: torch.Tensor
+
+
+def through_a_critic(critic, wrap, way):
+    """The actor's weights after two steps whose loss goes through the critic with other weights."""
+    torch.manual_seed(0)
+    net = nn.ModuleDict({"actor": nn.Linear(3, 3), "critic": critic()})
+    target = {name: 1.5 * p.detach() for name, p in net["critic"].named_parameters(prefix="critic")}
+
+    def loss_fn(net, x):
+        return -ll.state.apply(net, target, net["actor"](x), method="critic").value.mean()
+
+    grad_fn = ll.make_grad_fn(net, wrap(loss_fn), trainable=lambda name, tensor: name.startswith("actor"))
+    step, state = make_train_step(grad_fn, SGD, **way), ll.init_state(net, SGD)
+    for _ in range(2):
+        state, _ = step(state, X)
+    return {name: tensor.detach().clone() for name, tensor in state.params.items()}, bits(dict(state.buffers))
+
+
+@each_way
+@pytest.mark.parametrize("layers", [nn.Linear, (nn.Sequential, nn.Linear), Checkpointed])
+def test_recomputed_layers_run_again_with_the_weights_that_they_were_given(way, layers):
+    expected, buffers = through_a_critic(Checkpointed, lambda loss_fn: loss_fn, way)
+    actual, buffers_again = through_a_critic(Checkpointed, lambda loss_fn: ll.losses.recompute(loss_fn, layers), way)
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-7)  # a graph may order a sum differently
+    assert buffers_again == buffers
+
+
+@pytest.mark.parametrize("wrap", [lambda loss_fn: loss_fn, lambda loss_fn: ll.losses.recompute(loss_fn, nn.Tanh)])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_of_torchs_that_would_run_again_without_the_weights_is_refused(reentrant, wrap):
+    for way in ({}, {"donate": True}):
+        with pytest.raises(RuntimeError, match=r"within ll\.state\.apply runs layers again.*ll\.losses\.recompute"):
+            through_a_critic(lambda: Checkpointed(reentrant), wrap, way)
+
+
+def test_checkpoints_whose_second_run_has_the_same_weights_are_not_refused():
+    model, outside = Checkpointed(False), nn.Linear(3, 3)
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with torch.no_grad():
+        assert not ll.state.apply(model, weights, X).value.requires_grad
+    plain = Checkpointed()
+    plain.load_state_dict(model.state_dict())
+    grads = []
+    for run in (lambda x: checkpoint(outside, x, use_reentrant=False), outside):
+        grads += torch.autograd.grad(ll.state.apply(plain, weights, run(X)).value.sum(), outside.weight)
+    assert torch.equal(*grads)
+    inner = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    inner.run = lambda x: checkpoint(inner, x, use_reentrant=False)
+    ll.state.apply(inner, dict(inner.named_parameters()), X, method="run").sum().backward()
+    assert inner[0].weight.grad.any()
+
+
+class SharedEncoder(nn.Module):
+    """Two heads over one encoder, which is registered first under the actor."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        encoder = nn.Linear(3, 4)
+        self.actor = nn.Sequential(encoder, nn.ReLU(), nn.Linear(4, 1))
+        self.critic = nn.Sequential(encoder, nn.ReLU(), nn.Linear(4, 1))
+
+
+def test_a_part_needs_the_parameters_that_it_shares_with_another():
+    net, adam = SharedEncoder(), ll.optimizer(torch.optim.Adam, lr=0.1)
+
+    def part_of(name, tensor):
+        return "encoder" if name.startswith("actor.0") else name.split(".")[0]
+
+    averaged = ll.chain(adam, ll.ema(0.9))
+    optimizer = ll.optim.partition({"actor": adam, "critic": averaged, "encoder": averaged}, part_of)
+    step = ll.make_train_step(
+        ll.make_grad_fn(net, lambda net, x: net.actor(x).square().mean() + net.critic(x).square().mean()), optimizer
+    )
+    state, raw = ll.init_state(net, optimizer), copy.deepcopy(net.critic)
+    for _ in range(3):
+        state, _ = step(state, X)
+        for slow, name in zip(
+            raw.parameters(), ["actor.0.weight", "actor.0.bias", "critic.2.weight", "critic.2.bias"], strict=True
+        ):
+            slow.data.lerp_(state.params[name].detach(), 1 - 0.9)
+    head, encoder = ll.optim.average(optimizer, state, "critic"), ll.optim.average(optimizer, state, "encoder")
+    with pytest.raises(ValueError, match=r"missing actor\.0\.weight, actor\.0\.bias.*critic shares actor\.0\.weight"):
+        ll.state.apply(net, head, X, method="critic")
+    assert torch.equal(ll.state.apply(net, {**encoder, **head}, X, method="critic"), raw(X))
+    assert ll.state.apply(
+        net, {**encoder, **dict(net.actor.named_parameters(prefix="actor"))}, X, method="actor"
+    ).shape == (8, 1)
+
+
+def test_a_state_dict_names_tied_tensors_more_than_once():
+    agent, other = Agent(0).eval(), Agent(1).eval()
+    saved = other.state_dict()
+    assert {"critic.0.weight", "critic.2.weight"} <= saved.keys()
+    assert torch.equal(ll.state.apply(agent, saved, X), other(X))
+    alias = {name: tensor for name, tensor in saved.items() if name != "critic.0.weight"}
+    assert torch.equal(ll.state.apply(agent, alias, X), other(X))
+    apart = {**saved, "critic.2.weight": torch.zeros(4, 4)}
+    leaves = {**saved, "critic.2.weight": saved["critic.0.weight"].detach().requires_grad_()}
+    for weights in (apart, leaves):
+        with pytest.raises(ValueError, match=r"critic\.2\.weight is tied to critic\.0\.weight.*leave out critic\.2"):
+            ll.state.apply(agent, weights, X)
 
 
 class ActorCritic(nn.Module):

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from looplib._core import trees
@@ -65,7 +66,7 @@ class LossGraphs:
             return
         of_state = {*map(id, params.values())}
         self.others = []
-        for function in _functions(loss):
+        for function in functions_behind(loss):
             if self._is_undeclared(function):
                 raise RuntimeError(REENTRANT)
             leaf = getattr(function, "variable", None)
@@ -80,31 +81,62 @@ class LossGraphs:
         """
         if unreached <= self._unreached:
             return
-        if any(map(self._is_undeclared, _functions(loss))):
+        if any(map(self._is_undeclared, functions_behind(loss))):
             raise RuntimeError(REENTRANT)
         self._unreached |= unreached
 
     def _is_undeclared(self, function: Any) -> bool:
         """True for a checkpoint with a backward pass of its own, unless the backward pass is a plain one."""
-        if self.plain or not isinstance(function, torch.autograd.function.BackwardCFunction):
-            return False
-        return _CHECKPOINT in type(function).__name__.lower()
+        return not self.plain and _is_reentrant(function)
 
     def other_leaves(self) -> list[Tensor]:
         """Those of `others` that are still in use."""
         return [leaf for other in self.others if (leaf := other()) is not None]
 
 
-def _functions(loss: Tensor) -> Iterator[Any]:
-    """All functions of the graph behind a loss, of which those with a `variable` accumulate the gradient of a leaf."""
-    waiting: list[Any] = [loss.grad_fn]
-    seen: set[Any] = {None}
+def _is_reentrant(function: Any) -> bool:
+    """True for a checkpoint with a backward pass of its own."""
+    if not isinstance(function, torch.autograd.function.BackwardCFunction):
+        return False
+    return _CHECKPOINT in type(function).__name__.lower()
+
+
+def functions_behind(outputs: Any, inputs: Any = ()) -> Iterator[Any]:
+    """All functions of the graph behind the tensors of a tree, up to those that computed the inputs, another tree.
+
+    Those with a `variable` accumulate the gradient of a leaf.
+    """
+    waiting: list[Any]
+    waiting, computed = (
+        [leaf.grad_fn for _, leaf in trees.leaves(tree) if isinstance(leaf, Tensor)] for tree in (outputs, inputs)
+    )
+    seen: set[Any] = {None, *computed}
     while waiting:
         function = waiting.pop()
         if function not in seen:
             seen.add(function)
             yield function
             waiting += [before for before, _ in function.next_functions]
+
+
+def runs_again(function: Any) -> bool:
+    """True for a function of one of torch's checkpoints, whose forward pass runs again in the backward pass."""
+    return _is_reentrant(function) or any(map(_of_checkpoint, _saved_by(function)))
+
+
+def _saved_by(function: Any) -> Iterator[Any]:
+    """What autograd has saved for a function, without the hooks that would compute it again."""
+    for name in dir(type(function)):
+        if name.startswith("_raw_saved_"):
+            try:
+                saved = getattr(function, name)
+            except RuntimeError:  # freed by a backward pass within the forward pass
+                continue
+            yield from saved if isinstance(saved, (list, tuple)) else (saved,)
+
+
+def _of_checkpoint(saved: Any) -> bool:
+    return getattr(getattr(saved, "unpack_hook", None), "__module__", None) == torch.utils.checkpoint.__name__
 
 
 def check_batch(batch: Any) -> None:

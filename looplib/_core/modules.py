@@ -73,6 +73,18 @@ def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield names[path], module
 
 
+def first_names(model: nn.Module) -> dict[str, str]:
+    """The name in a state of each name that a parameter or buffer has: of tied ones, the first."""
+    names: dict[int, str] = {}
+    paths = (
+        (f"{prefix}.{key}".lstrip("."), tensor)
+        for prefix, module in named_modules(model)
+        for key, tensor in (*own_parameters(module).items(), *own_buffers(module).items())
+        if tensor is not None
+    )
+    return {path: names.setdefault(id(tensor), path) for path, tensor in paths}
+
+
 def innermost(model: nn.Module) -> nn.Module:
     """The module within torch's wrappers."""
     return [module for name, module in named_modules(model) if not name][-1]
@@ -165,11 +177,24 @@ def requiring_gradient(params: Mapping[str, Tensor], owner: str) -> list[str]:
     return names
 
 
+class Lent(NamedTuple):
+    """Weights that a functional call has put into a module, and takes out before the backward pass.
+
+    Attributes:
+        entries: the dictionaries, keys and weights, of the calls around it too.
+        run_again: functions of the graph whose second forward pass gets these weights again.
+    """
+
+    entries: list[tuple[dict[str, Any], str, Any]]
+    run_again: set[Any]
+
+
 class _Running(threading.local):
-    models: tuple[nn.Module, ...] = ()
+    models: tuple[nn.Module, ...] = ()  # modules that this thread runs on states at present, the innermost last
+    lent: Lent | None = None  # by the functional calls of this thread, such as `ll.state.apply`
 
 
-running = _Running()  # modules that this thread runs on states at present, the innermost last
+running = _Running()
 
 
 class FunctionalModule:

@@ -22,6 +22,7 @@ from looplib._core import interrupts as _interrupts
 from looplib._core import modules as _modules
 from looplib._core import torch_private
 from looplib._core.checks import check, is_plain
+from looplib._core.graphs import functions_behind
 from looplib._core.records import check_kind, with_repr
 from looplib._core.tracing import may_offload, may_recompute
 
@@ -112,10 +113,10 @@ def recompute(
     True
 
     Gradients and buffers are bitwise the same as without it, dropout and BatchNorm included, because random numbers,
-    buffers and hooks are restored for the second run. If the whole model is recomputed, a step takes about a third
-    longer. A copy of each chosen module's buffers is kept until then. A good choice is the block that the model repeats.
-    Chosen modules inside another chosen module are recomputed with it. Without gradients, as in evaluation, it has no
-    effect.
+    buffers and hooks are restored for the second run, and so are the weights of `ll.state.apply`. If the whole model is
+    recomputed, a step takes about a third longer. A copy of each chosen module's buffers is kept until then. A good choice
+    is the block that the model repeats. Chosen modules inside another chosen module are recomputed with it. Without
+    gradients, as in evaluation, it has no effect.
 
     The model itself is unchanged after the loss, and so are its parameter names. Hooks inside a chosen module also
     run in the second run. `torch.func` cannot differentiate through it. Under `torch.compile`, a chosen module with
@@ -144,9 +145,12 @@ def _recomputed(module: nn.Module) -> Callable[..., Any]:
         def run(*values: Any) -> Any:
             return forward(*values[: len(args)], **dict(zip(kwargs, values[len(args) :], strict=True)))
 
-        places = list(_places(module))
-        again = _replayed(run, places) if places else run
-        return checkpoint(again, *args, *kwargs.values(), use_reentrant=False)
+        places, lent = list(_places(module)), _modules.running.lent
+        again = _replayed(run, places, [] if lent is None else lent.entries) if places or lent else run
+        out = checkpoint(again, *args, *kwargs.values(), use_reentrant=False)
+        if lent is not None:
+            lent.run_again.update(functions_behind(out, (args, kwargs)))
+        return out
 
     return recomputed
 
@@ -172,8 +176,11 @@ def _entries(owner: dict[str, Any], keys: Iterable[str]) -> list[Place]:
     return [(owner, key, owner[key]) for key in keys]
 
 
-def _replayed(run: Callable[..., R], places: list[Place]) -> Callable[..., R]:
-    """Wrap `run` so that each later call finds the same values in these dictionaries as the first call did."""
+def _replayed(run: Callable[..., R], places: list[Place], lent: list[Place]) -> Callable[..., R]:
+    """Wrap `run` so that each later call finds the same values in these dictionaries as the first call did.
+
+    The values of `places` are copied, as a forward pass may write them. Those of `lent` are the weights of a functional call.
+    """
     kept = _copies(places)
     ran = False
 
@@ -182,8 +189,9 @@ def _replayed(run: Callable[..., R], places: list[Place]) -> Callable[..., R]:
         if not ran:
             ran = True
             return run(*values)
-        now = [(owner, key, owner[key]) for owner, key, _ in places]
+        now = [(owner, key, owner[key]) for owner, key, _ in (*lent, *places)]
         try:
+            _put(lent)
             _put(_copies(kept))
             return run(*values)
         finally:
