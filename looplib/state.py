@@ -79,8 +79,7 @@ def init_state(
     """
     slots = _modules.members(model)
     advice = "an epoch has 1 batch or more, or give None for a stream"
-    loaders = [*loader] if isinstance(loader, (list, tuple)) else [] if loader is None else [loader]
-    check(loaders or loader is None, "loader is an empty list; give the loaders of the run, or leave it out")
+    loaders = _loaders_of(loader)
     lengths = [*map(_length_of, loaders)]
     if epoch_length is None and lengths:
         epoch_length = lengths[0]
@@ -95,7 +94,7 @@ def init_state(
     run = Run(
         optimizer=None if optimizer is None else described(optimizer) or None,
         model=described_model(model),
-        loaders=tuple(described(loader) for loader in loaders if kind_of(loader) == "loader"),
+        loaders=_described_loaders(loaders),
     )
     return TrainState(
         epoch_length=epoch_length,
@@ -106,6 +105,17 @@ def init_state(
         extra=extra,
         run=run,
     )
+
+
+def _loaders_of(loader: Any) -> list[Any]:
+    """The loaders of a run, which are given as one, as a list, or not at all."""
+    loaders = [*loader] if isinstance(loader, (list, tuple)) else [] if loader is None else [loader]
+    check(loaders or loader is None, "loader is an empty list; give the loaders of the run, or leave it out")
+    return loaders
+
+
+def _described_loaders(loaders: Iterable[Any]) -> tuple[Any, ...]:
+    return tuple(described(loader) for loader in loaders if kind_of(loader) == "loader")
 
 
 def _length_of(loader: Any) -> int | None:
@@ -154,6 +164,7 @@ def fresh(
     optimizer: Optimizer | None = None,
     *,
     seed: int,
+    loader: Any = None,
     extra: Any = None,
 ) -> TrainState:
     """Start a new run from the weights of a state: its counts, position, optimizer state and `extra` begin again.
@@ -169,22 +180,23 @@ def fresh(
     >>> list(state.opt_state), state.params["weight"] is trained.params["weight"]
     (['AdamW'], True)
 
-    The result is what `init_state` makes of a module that has the state's weights and buffers. `epoch_length` is the
-    state's; for other data, add `.replace(epoch_length=len(loader))`.
+    The result is what `init_state` makes of a module that has the state's weights and buffers.
 
     Parameters and buffers are shared, not copied, so a donated step of either run spends the state of the other. To
-    continue both, start from a copy: `ll.state.fresh(ll.copy_state(state), optimizer, seed=1)`. To start from averages,
-    give `ll.eval_state(optimizer, state)`.
+    continue both, start from a copy: `ll.state.fresh(ll.copy_state(state), optimizer, seed=1)`. Averages require no gradient.
+    To start from them, write them into the module: `ll.state.fresh(ll.bind(model, ll.eval_state(averaging, state)), ...)`.
 
     Args:
         state: the state whose weights to start from.
         optimizer: the optimizer of the new run, as in `init_state`, for the state's parameters that require a gradient.
         seed: int from which the new run draws. The seed of the old run gives the same order of samples and the same
             dropout masks again.
+        loader: the loader of the new run, or a list of all, as in `init_state`. Without it, `epoch_length` is the state's, and
+            no settings of a loader are kept: those of the old run's loaders are not the new run's.
         extra: the new run's pytree, as in `init_state`. That of `state` belongs to the old run and is left out.
 
     Raises:
-        TypeError: `optimizer` is not an `ll.optimizer(...)`, or `seed` is not an int.
+        TypeError: `optimizer` is not an `ll.optimizer(...)`, `loader` is not a loader, or `seed` is not an int.
         ValueError: no parameter requires a gradient, a trained one is on the meta device or shares memory with another tensor, or
             the state is a stack.
         DonatedStateError: the state was donated to a step.
@@ -199,10 +211,16 @@ def fresh(
     opt_state = None
     if optimizer is not None:
         check_kind(optimizer, "fresh", "optimizer")
-        names = _modules.requiring_gradient(state.params, "this state")
+        names = _modules.requiring_gradient(
+            state.params,
+            "this state",
+            ". Averages require none: to train from them, give ll.bind(model, ll.eval_state(averaging, state))",
+        )
         opt_state = _first_opt_state(optimizer, state.params, state.buffers, names)
+    loaders = _loaders_of(loader)
+    lengths = [*map(_length_of, loaders)]
     return TrainState(
-        epoch_length=state.epoch_length,
+        epoch_length=lengths[0] if lengths else state.epoch_length,
         params=state.params,
         buffers=state.buffers,
         opt_state=opt_state,
@@ -211,7 +229,7 @@ def fresh(
         run=Run(
             optimizer=None if optimizer is None else described(optimizer) or None,
             model=state.run.model,
-            loaders=state.run.known_loaders,
+            loaders=_described_loaders(loaders),
         ),
     )
 

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -279,6 +280,58 @@ def test_a_checkpoint_of_a_fresh_run_is_described_by_its_optimizer(tmp_path):
     ckpt.save(begun)
     with pytest.warns(UserWarning, match=r"optimizer SGD lr was 0.1, is 0.2"):
         ckpt.restore(ll.init_state(model, ll.optimizer(torch.optim.SGD, lr=0.2), seed=1, epoch_length=10), quiet=True)
+
+
+def test_a_fresh_run_begins_from_averages_of_a_partition():
+    model, raw, x = nn.ModuleDict({"q": nn.Linear(3, 2), "pi": nn.Linear(2, 2)}), nn.Linear(3, 2), torch.ones(4, 3)
+    averaging = ll.optim.partition(
+        {"q": ll.chain(SGD, ll.ema(0.9)), "pi": SGD}, lambda name, tensor: name.split(".")[0]
+    )
+    grad_fn = ll.make_grad_fn(model, lambda model, x: model["pi"](model["q"](x)).square().mean())
+    state = ll.init_state(model, averaging)
+    raw.load_state_dict(model["q"].state_dict())
+    for _ in range(3):
+        state, _ = make_train_step(grad_fn, averaging)(state, x)
+        for slow, fast in zip(raw.parameters(), ("q.weight", "q.bias"), strict=True):
+            slow.data.lerp_(state.params[fast].detach(), 1 - 0.9)
+    averages = ll.eval_state(averaging, state)
+    begun = ll.state.fresh(ll.bind(model, averages), SGD, seed=1)
+    assert torch.equal(begun.params["q.weight"], raw.weight)
+    before = {name: tensor.detach().clone() for name, tensor in begun.params.items()}
+    trained, _ = make_train_step(grad_fn, SGD)(begun, x)
+    assert not any(torch.equal(trained.params[name], tensor) for name, tensor in before.items())
+    alone = averages.replace(params={name: averages.params[name] for name in ("q.weight", "q.bias")})
+    with pytest.raises(ValueError, match=r"Averages require none.*ll\.bind\(model, ll\.eval_state"):
+        ll.state.fresh(alone, SGD, seed=1)
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["loader", "epoch_length"])
+def test_a_fresh_run_over_other_batches_is_continued_in_these(tmp_path, known):
+    data = torch.arange(64.0)[:, None]
+    first, second = (ll.make_loader(data, batch_size=size) for size in (16, 8))
+    model = nn.Linear(1, 1)
+    step, state = make_train_step(ll.make_grad_fn(model, mean_square), SGD), ll.init_state(model, SGD, loader=first)
+    for batch in first(state):
+        state, _ = step(state, batch)
+    state = ll.state.fresh(state, SGD, seed=0, loader=second if known else None)
+    state = state if known else state.replace(epoch_length=len(second))
+    assert state.epoch_length == 8
+    seen, ckpt = [], ll.checkpoint_io(tmp_path)
+    for batch in second(state):
+        seen, (state, _) = seen + batch.flatten().tolist(), step(state, batch)
+        if state.step == 3:
+            ckpt.save(state)
+            break
+    restored = ckpt.restore(ll.init_state(model, SGD, loader=second), quiet=True)
+    assert (restored.batch, restored.samples) == (3, 24)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error" if known else "ignore")
+        for batch in second(restored):
+            seen += batch.flatten().tolist()
+    assert sorted(seen) == data.flatten().tolist()
+    assert seen == torch.cat([*second(ll.init_state(model, SGD, loader=second))]).flatten().tolist()
+    with pytest.raises(TypeError, match=r"loader is a Tensor; give what ll.make_loader returns"):
+        ll.state.fresh(state, SGD, seed=0, loader=data)
 
 
 def test_with_extra_changes_entries_of_a_dict():

@@ -106,13 +106,12 @@ def functions_behind(outputs: Any, inputs: Any = ()) -> Iterator[Any]:
 
     Those with a `variable` accumulate the gradient of a leaf.
     """
-    waiting: list[Any]
     waiting, computed = (
         [leaf.grad_fn for _, leaf in trees.leaves(tree) if isinstance(leaf, Tensor)] for tree in (outputs, inputs)
     )
     seen: set[Any] = {None, *computed}
     while waiting:
-        function = waiting.pop()
+        function: Any = waiting.pop()
         if function not in seen:
             seen.add(function)
             yield function

@@ -170,10 +170,10 @@ def trainable_names(model: nn.Module, predicate: Callable[[str, Tensor], bool] |
     return [*chosen]
 
 
-def requiring_gradient(params: Mapping[str, Tensor], owner: str) -> list[str]:
+def requiring_gradient(params: Mapping[str, Tensor], owner: str, advice: str = "") -> list[str]:
     """Names of the parameters that require a gradient, which an optimizer keeps a state for."""
     names = [name for name, tensor in params.items() if tensor.requires_grad]
-    check(names, f"no parameter of {owner} is trainable: none requires a gradient")
+    check(names, f"no parameter of {owner} is trainable: none requires a gradient{advice}")
     return names
 
 
