@@ -8,18 +8,20 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_with_path
 
+from looplib._core import trees
 from looplib._core.checks import as_tensor, check, few, is_plain, named, separated, warn
 from looplib._core.copies import is_shared
 from looplib._core.mappings import fields_of
 from looplib._core.torch_private import wraps_tensors
 from looplib._core.trees import same, same_kind
+from looplib.metrics import Mean
 from looplib.types import TREES, Metric, TrainState, check_state
 
 _MOMENT = ("step", "epoch", "batch", "epoch_length", "samples")  # counts that all members share
@@ -41,6 +43,8 @@ def stack_states(states: Sequence[TrainState], *, same_seeds: bool = False) -> T
     expanded over the members, so that a stack of adapters takes the memory of one base model and all adapters, here, in its
     copies and in its checkpoints. Predicates, `eval_state`, `checkpoint_io` and everything that uses counts or whole trees
     accept a stack as a state. Its `seed` is the tuple of the members' seeds.
+
+    A `Window` in `extra` is that of each member, stacked too: members have windows of the same steps.
 
     Members with equal seeds draw the same random numbers (dropout, noise, samples) in every step, so this warns of them.
     Copies of one state need seeds of their own: `[ll.state.fold_in(state, i) for i in range(4)]`.
@@ -89,6 +93,10 @@ def _stacked(trees: Sequence[Any], name: str) -> Any:
 
 def _stacked_leaves(path: str, leaves: Sequence[Any]) -> Any:
     first = leaves[0]
+    if all(map(_is_record, leaves)):
+        return _Records(tuple(leaves))
+    if trees.node_of(first) is not None:  # a dataclass such as Window, a leaf to torch's pytrees
+        return _stacked_nodes(path, leaves)
     if isinstance(first, Tensor) and wraps_tensors(first):
         raise ValueError(
             f"{path} is {named(first)}, which consists of other tensors, as quantized weights do, and cannot be stacked: "
@@ -111,6 +119,21 @@ def _stacked_leaves(path: str, leaves: Sequence[Any]) -> Any:
     if frozen and all(leaf is first or torch.equal(leaf, first) for leaf in leaves):
         return first.detach().clone().expand(len(leaves), *first.shape)
     return torch.stack([*map(Tensor.detach, leaves)]).requires_grad_(first.requires_grad)
+
+
+def _stacked_nodes(path: str, nodes: Sequence[Any]) -> Any:
+    columns = [dict(trees.leaves(node, _is_record)) for node in nodes]
+    for number, column in enumerate(columns):
+        differing = [trees.python_path(inner, path) for inner in column.keys() ^ columns[0].keys()]
+        check(
+            not differing,
+            f"{few(sorted(differing), 5)} stands in one of the members 0 and {number} and not in the other; give windows of the "
+            "same steps, or empty ones, state.with_extra(window=ll.Window())",
+        )
+    stacked = iter(
+        [_stacked_leaves(trees.python_path(inner, path), [*map(itemgetter(inner), columns)]) for inner in columns[0]]
+    )
+    return trees.map_leaves(lambda _: next(stacked), nodes[0], is_leaf=_is_record)
 
 
 def unstack_states(stack: TrainState) -> list[TrainState]:
@@ -156,18 +179,35 @@ def _member(stack: TrainState, number: int, shared: dict[str, Tensor]) -> TrainS
 
 
 def _leaf_of(number: int, count: int, name: str, shared: dict[str, Tensor], path: Any, leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
+    place = name + keystr(path)
+    if name == "params" and isinstance(leaf, Tensor) and is_shared(leaf) and not leaf.requires_grad:
+        if place not in shared:
+            shared[place] = leaf.detach()[0].clone()
+        return shared[place]
+    # Of a dataclass such as Window, which is a leaf to torch's pytrees, the parts.
+    parts = iter([_part_of(number, count, place, inner, part) for inner, part in trees.leaves(leaf, _is_record)])
+    return trees.map_leaves(lambda _: next(parts), leaf, is_leaf=_is_record)
+
+
+def _part_of(number: int, count: int, place: str, inner: trees.Path, part: Any) -> Any:
+    """What one member has of a leaf of the stack's."""
+    if isinstance(part, _Records):
+        return part.members[number]
+    if not isinstance(part, Tensor):
+        return part
+    if inner and not part.dim():  # a number in a Window, which is that of each member
+        return part.detach().clone()
     check(
-        leaf.shape[:1] == (count,),
-        f"{name}{keystr(path)} has shape {tuple(leaf.shape)}, and no first dimension of the stack's {count} members; "
+        part.shape[:1] == (count,),
+        f"{trees.python_path(inner, place)} has shape {tuple(part.shape)}, and no first dimension of the stack's {count} members; "
         "what is put into the state of a stack needs one",
     )
-    if name == "params" and is_shared(leaf) and not leaf.requires_grad:
-        if keystr(path) not in shared:
-            shared[keystr(path)] = leaf.detach()[0].clone()
-        return shared[keystr(path)]
-    return leaf.detach()[number].clone().requires_grad_(leaf.requires_grad)
+    return part.detach()[number].clone().requires_grad_(part.requires_grad)
+
+
+def _is_record(node: Any) -> bool:
+    """True for a metric that is more than a mean."""
+    return isinstance(node, Metric) and not isinstance(node, Mean)
 
 
 class _Records(NamedTuple):

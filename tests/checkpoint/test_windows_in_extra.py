@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shared import assert_each_refused
+from shared import SGD, assert_each_refused
 from torch import nn
 
 import looplib as ll
@@ -109,6 +109,76 @@ def test_what_no_checkpoint_can_hold_is_refused_by_name(tmp_path):
             "/extra/window/.* is in the checkpoint, and not in the state",
         ),
     )
+
+
+def members_with_windows():
+    """Three states that share a stack, whose windows have means and records, and each member's records."""
+    model = nn.Linear(3, 1)
+
+    def loss_fn(model, x):
+        out = model(x).squeeze(1)
+        return out.square().mean(), {
+            "outputs": ll.metrics.Cat(out.detach()[:2]),
+            "weighted": ll.Mean(out.sum(), x.sum()),
+        }
+
+    def state_of(seed):
+        torch.manual_seed(seed)
+        return ll.init_state(nn.Linear(3, 1), SGD, seed=seed, extra={"window": ll.Window()})
+
+    step = ll.make_train_step(ll.make_grad_fn(model, loss_fn), SGD)
+    return step, [state_of(seed) for seed in range(3)]
+
+
+def values_of(window):
+    return {name: torch.as_tensor(metric.compute()).double() for name, metric in window.metrics().items()}
+
+
+@pytest.mark.parametrize("steps", [2, 70])
+def test_members_keep_their_windows_in_another_order(steps):
+    step, alone = members_with_windows()
+    stack, stacked_step = ll.transforms.stack_states(alone), ll.vmap_step(step)
+    for x in X[:8].split(4) * (steps // 2):
+        stack, metrics = stacked_step(stack, x)
+        metrics = {name: metric for name, metric in metrics.items() if name != "outputs" or steps < 64}
+        stack = stack.with_extra(window=stack.extra["window"].add({**metrics, "lr": ll.Mean(torch.tensor(0.1))}))
+        for number, state in enumerate(alone):
+            state, metrics = step(state, x)
+            metrics = {name: metric for name, metric in metrics.items() if name != "outputs" or steps < 64}
+            window = state.extra["window"].add({**metrics, "lr": ll.Mean(torch.tensor(0.1))})
+            alone[number] = state.with_extra(window=window)
+    members = ll.transforms.unstack_states(stack)
+    assert [len(member.extra["window"]) for member in members] == [steps] * 3
+    for member, state in zip(members, alone, strict=True):
+        torch.testing.assert_close(
+            values_of(member.extra["window"]), values_of(state.extra["window"]), rtol=1e-4, atol=1e-6
+        )
+    again = ll.transforms.stack_states([members[2], members[0], members[1]])
+    rotated = ll.transforms.compute_members(
+        {name: metric for name, metric in again.extra["window"].metrics().items() if name != "outputs"}
+    )
+    for row, state in zip(rotated, (alone[2], alone[0], alone[1]), strict=True):
+        expected = values_of(state.extra["window"])
+        assert row == pytest.approx({name: expected[name].item() for name in row}, rel=1e-4, abs=1e-6)
+        assert row.keys() == {"loss", "weighted", "lr"}
+    two = ll.transforms.stack_states(members[:2])
+    two, metrics = stacked_step(two, X[:4])
+    assert len(two.extra["window"].add({**metrics, "lr": ll.Mean(0.1)}).metrics()["loss"].total) == 2
+
+
+def test_windows_of_other_steps_and_tensors_without_members_are_refused_in_a_stack():
+    _, (first, second, _) = members_with_windows()
+    fuller = second.with_extra(window=ll.Window().add({"loss": ll.Mean(torch.tensor(1.0))}))
+    with pytest.raises(
+        ValueError, match=r"extra\['window'\]\.waiting.*members 0 and 1.*with_extra\(window=ll\.Window"
+    ):
+        ll.transforms.stack_states([first, fuller])
+    stack = ll.transforms.stack_states([first, second])
+    stack = stack.with_extra(window=ll.Window().add({"loss": ll.Mean(torch.ones(5))}))
+    with pytest.raises(
+        ValueError, match=r"extra\['window'\]\.waiting\[0\]\['loss'\].* has shape \(5,\), and no first dim"
+    ):
+        ll.transforms.unstack_states(stack)
 
 
 def test_a_state_with_a_window_is_copied_and_stacked_or_refused():
