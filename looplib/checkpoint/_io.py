@@ -369,7 +369,8 @@ class CheckpointIO:
             required: if True, raise an error if there is no checkpoint, for a run that must not start over.
             optional: names of objects that the checkpoint or the mapping may lack, or that a different number of ranks has
                 saved. Objects that are not in the checkpoint keep their state, and values are as given. Of a state, names
-                of parts of its update that the checkpoint or the state may lack: see **Other parts of the update**.
+                of parts of its update, or of entries such as "extra.window", that the checkpoint or the state may lack: see
+                **Other parts of the update**.
             resized: of a state, names or patterns of leaves whose shape, and of lists and dicts in `extra` whose size, is to be
                 the checkpoint's, such as `("params.means", "extra.history")`: see **Shapes that change during a run**.
             quiet: if True, print nothing, not even that a plain DataLoader starts its epoch again.
@@ -408,7 +409,8 @@ class CheckpointIO:
         `state`, usually those of a new model; with `start=1`, it starts from those after the next update. A part within
         another has a name such as "partition/matrices/ema", as the message says. Parts that keep nothing, such as clipping,
         come and go without it. To continue the state of a part under another class, give it the old name,
-        `ll.chain(("AdamW", ll.optimizer(torch.optim.Adam, lr=1e-3)))`.
+        `ll.chain(("AdamW", ll.optimizer(torch.optim.Adam, lr=1e-3)))`. An entry that a script adds to `extra` or takes out,
+        such as a `Window`, has a name too: `optional=("extra.window",)`.
 
         **Shapes that change during a run.** A tensor of a different shape is refused by its name. `resized` says that it is
         meant, for rows that were added or pruned, and for what grows in `extra`:
@@ -453,7 +455,7 @@ class CheckpointIO:
             check_state(state, "ckpt.restore(state)")
             check(
                 not (weights_only and optional),
-                "optional= names parts of the update, and weights_only restores none of them: leave out one of the two",
+                "optional= names parts of the update and entries of extra, of which weights_only restores none: leave out one",
                 TypeError,
             )
         ranks = self._barrier("restore")

@@ -105,14 +105,20 @@ def _of_averages(template: TrainState) -> str:
 
 def _check_fit(
     path: Path, wanted: Mapping[str, Any], reader: Reader, weights_only: bool, optional: Collection[str]
-) -> Mapping[str, str]:
-    """Leaves that keep their value, since the checkpoint has nothing of their part of the update, each with that part.
+) -> Mapping[str, Any]:
+    """Leaves that keep their value, since the checkpoint has nothing of their part of the update or entry of `extra`.
 
-    Raises ValueError that lists all differences between the leaves of a state and those of a checkpoint, but for parts that
-    are `optional`.
+    Raises ValueError that lists all differences between the leaves of a state and those of a checkpoint, but for parts and
+    entries that are `optional`.
     """
     stored = {**reader.tensors, **reader.ties, **reader.values}
     saved = {leaf_path: entry for leaf_path, entry in stored.items() if _is_chosen(leaf_path, weights_only)}
+    entries = {**_lone_entries(wanted, saved), **_lone_entries(saved, wanted)}
+    meant = {leaf_path: names for leaf_path, names in entries.items() if {*names} & {*optional}}
+    if meant:  # `extra` may be None on one of the two sides
+        meant |= dict.fromkeys(leaf_path for leaf_path in (*wanted, *saved) if leaf_path == "/extra")
+    kept = subset(wanted, meant)
+    wanted, saved = without(wanted, meant), without(saved, meant)
     new, gone = _lone_parts(wanted, saved), _lone_parts(saved, wanted)
     parts = {
         **{
@@ -140,6 +146,8 @@ def _check_fit(
             "state = state.with_extra(key=value). Later checkpoints then hold it. A list or a dict whose size changes during "
             "the run is named, ckpt.restore(state, resized=('extra.history',))"
         )
+        if entry := next((names[0] for leaf_path, names in entries.items() if leaf_path not in meant), ""):
+            advice += f". An entry that is new or gone in the script too: ckpt.restore(state, optional=({entry!r},))"
     advice += _advice_on_shapes(subset(wanted, saved), reader)
     misfits = [*map(_unescaped, misfits)]
     if gone and not new:
@@ -148,7 +156,21 @@ def _check_fit(
         advice += f". {_ways(unnamed, new, gone, optional)}"
         misfits = [*unnamed.values(), *misfits]
     check(not misfits, f"{path} does not fit the state:\n  {few(misfits, 10, chr(10) + '  ')}\n{advice}")
-    return new
+    return {**new, **kept}
+
+
+def _lone_entries(leaves: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Leaves of `extra` that are not among the others, with the names of what they are in that is not either.
+
+    >>> _lone_entries({"/extra/window/steps": 0}, {"/extra/best": 0})
+    {'/extra/window/steps': ['extra.window', 'extra.window.steps']}
+    """
+    matched = {beginning for other in others for beginning in _beginnings(other, "/extra/")}
+    return {
+        leaf_path: [_unescaped(name[1:].replace("/", ".")) for name in names]
+        for leaf_path in without(leaves, others)
+        if (names := [name for name in _beginnings(leaf_path, "/extra/") if name not in matched])
+    }
 
 
 # The parts of a chain are the keys of opt_state; those of a chain in another part are keys of its `inner`, or of a label.
@@ -172,9 +194,9 @@ def _unescaped(text: str) -> str:
     return text.replace("~1", "/").replace("~0", "~")
 
 
-def _beginnings(leaf_path: str) -> Iterator[str]:
-    """Paths of a leaf of opt_state and of what it is in, the outermost first."""
-    if leaf_path.startswith("/opt_state/"):
+def _beginnings(leaf_path: str, tree: str = "/opt_state/") -> Iterator[str]:
+    """Paths of a leaf of a tree and of what it is in, the outermost first."""
+    if leaf_path.startswith(tree):
         ends = [slash.start() for slash in re.finditer("/", leaf_path)][2:]
         yield from (leaf_path[:end] for end in [*ends, len(leaf_path)])
 

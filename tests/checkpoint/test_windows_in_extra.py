@@ -111,6 +111,37 @@ def test_what_no_checkpoint_can_hold_is_refused_by_name(tmp_path):
     )
 
 
+@pytest.mark.parametrize("others", [None, {}, {"count": 3, "history": [1, 2]}], ids=["none", "empty", "others"])
+def test_a_window_that_a_script_adds_or_takes_out_is_optional(tmp_path, others):
+    window = ll.Window().add({"loss": ll.Mean(torch.tensor(1.0))})
+    with_window = {**(others or {}), "window": window}
+    added, gone = ll.checkpoint_io(tmp_path / "added"), ll.checkpoint_io(tmp_path / "gone")
+    added.save(ll.TrainState(step=3, extra=others))
+    gone.save(ll.TrainState(step=3, extra=with_window))
+    empty = {**(others or {}), "window": ll.Window()}
+    for ckpt, extra in ((added, empty), (gone, others)):
+        for optional in ((), ("window",), ("extra.other",)):
+            with pytest.raises(ValueError, match=r"(?s)/extra/window.*optional=\('extra\.window',\)"):
+                ckpt.restore(ll.TrainState(extra=extra), optional=optional)
+    start = {**empty, **({"count": 0, "history": [0, 0]} if others else {})}
+    for state in (
+        added.restore(ll.TrainState(extra=start), optional=("extra.window",), quiet=True),
+        added.restore(ll.TrainState(extra=start), optional=["extra.window", "ema"], quiet=True),
+    ):
+        assert (state.step, state.extra) == (3, empty)
+    state = gone.restore(ll.TrainState(extra=others), optional=("extra.window",), quiet=True)
+    assert (state.step, state.extra) == (3, others)
+    kept = gone.restore(ll.TrainState(extra=start), optional=("extra.window",), quiet=True)  # the line may stay
+    assert len(kept.extra["window"]) == 1
+    if others:
+        fewer = {"window": ll.Window(), "count": 0}
+        with pytest.raises(
+            ValueError, match=r"(?s)/extra/history/0 is in the checkpoint.*optional=\('extra\.history',\)"
+        ):
+            gone.restore(ll.TrainState(extra=fewer), optional=("extra.window",))
+        assert gone.restore(ll.TrainState(extra=fewer), optional=("extra.history",), quiet=True).extra["count"] == 3
+
+
 def members_with_windows():
     """Three states that share a stack, whose windows have means and records, and each member's records."""
     model = nn.Linear(3, 1)
