@@ -12,7 +12,7 @@ from torch import Tensor
 from looplib._core.checks import check, check_number
 from looplib.optim._optimizer import set_hyperparameters
 from looplib.predicates import at_plateau, update_best
-from looplib.types import TrainState
+from looplib.types import TrainState, check_state
 
 
 def reduce_on_plateau(
@@ -36,8 +36,8 @@ def reduce_on_plateau(
     {'lr': 0.05}
 
     The rate and the record are in the state, so a checkpoint holds both, and a resumed run lowers the rate where an
-    uninterrupted one would. All groups are lowered by the same factor. `ll.predicates.at_plateau()` says afterwards whether
-    this evaluation made a plateau.
+    uninterrupted one would. All injected rates are lowered by the same factor. Groups and parts of a partition whose rate is
+    not injected keep it. `ll.predicates.at_plateau()` says afterwards whether this evaluation made a plateau.
 
     For a rate that also warms up or decays, multiply a schedule: call `ll.update_best(state, scores, key="plateau")`, and
     before each step set `schedule(state.step) * factor ** state.extra["plateau"].count`.
@@ -53,8 +53,8 @@ def reduce_on_plateau(
         key: key of the record in `state.extra`.
 
     Raises:
-        ValueError: there is no `Plateau` under `key`, its metric is not among the scores, an argument is out of range, or the
-            learning rate is not injected, or `min_lr` is a list of another length than the groups.
+        ValueError: there is no `Plateau` under `key`, its metric is not among the scores, an argument is out of range, no
+            learning rate is injected, or `min_lr` is a list of another length than the groups.
 
     Source: `torch.optim.lr_scheduler.ReduceLROnPlateau`, whose bits the rates of torch's classes have.
     """
@@ -70,8 +70,11 @@ def reduce_on_plateau(
         new = (lr * factor).clamp(min=next(bounds, 0.0))
         return torch.where(lr - new > eps, new, lr) if now(state) else lr
 
+    check_state(state, "state = ll.optim.reduce_on_plateau(state, scores)")
+    now = at_plateau(key=key)
+    now(state)  # raises if there is no Plateau: `update_best` takes any record
+    state = update_best(state, scores, key)
     # Set in any case, so that a rate that is not injected is refused now, and not at the first plateau.
-    state, now = update_best(state, scores, key), at_plateau(key=key)
     state = set_hyperparameters(state, lr=reduced)
     check(
         floors is None or len(floors) == len(rates),

@@ -1,8 +1,9 @@
 """Schedules: a step number goes in and a hyperparameter's value comes out.
 
-All take their arguments in one order: the value to scale by position (`peak`, or `start` where the schedule only decays),
+Curves take their arguments in one order: the value to scale by position (`peak`, or `start` where the schedule only decays),
 then by keyword the number of steps (`warmup=`, `total=`), the values elsewhere (`start=`, `final=`) and the shape.
-Defaults are those of torch's schedulers where torch has them.
+`warmup`, `scaled` and `join` take the schedules that they change, and then what to do with them. Defaults are those of
+torch's schedulers where torch has them.
 """
 
 from typing import TYPE_CHECKING as _TYPE_CHECKING

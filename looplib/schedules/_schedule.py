@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, Self, cast
 
 from looplib._core.checks import is_count, is_number
 from looplib._core.records import kinds_of_classes
@@ -33,6 +33,22 @@ class _Schedule:
     """Base of schedules: a record whose fields are checked on creation."""
 
     __slots__ = ()
+
+    def __new__(cls, *args: Any, **settings: Any) -> Self:
+        """Raise TypeError for a second number by position, which could be any of those that follow."""
+        all_fields = [field for field in fields(cast(Any, cls)) if field.init]
+        by_position = [field.name for field in all_fields if not field.kw_only]
+        by_name = [field for field in all_fields if field.kw_only]
+        if len(args) > len(by_position):
+            needed = [f"{field.name}=..." for field in by_name if field.default is MISSING]
+            others = ", ".join(f"{field.name}=" for field in by_name if field.default is not MISSING)
+            raise TypeError(
+                f"{cls.__name__}() takes {', '.join(by_position)} by position, and got {len(args)} positional arguments: write "
+                f"ll.schedules.{cls.__name__}({', '.join([*by_position, *needed])})"
+                + f", with {others} where meant"
+                * bool(others)
+            )
+        return super().__new__(cls)
 
     @property
     def end(self) -> int | None:

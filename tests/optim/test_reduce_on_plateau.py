@@ -1,5 +1,7 @@
 """The learning rate on a plateau against torch's ReduceLROnPlateau, to the bit."""
 
+import re
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -87,6 +89,20 @@ def test_a_donated_run_is_torchs_loop_and_resumes(tmp_path):
     assert len(set(rates)) > 2
 
 
+def test_only_injected_rates_are_lowered():
+    parts = {"w": ll.optimizer(torch.optim.SGD, lr=ll.optim.inject(0.1)), "b": ll.optimizer(torch.optim.SGD, lr=0.1)}
+    optimizer = ll.optim.partition(parts, lambda name, tensor: "w" if tensor.ndim > 1 else "b")
+    record, x = {"plateau": ll.predicates.Plateau("loss", patience=0)}, torch.ones(4, 2)
+    model = torch.nn.Linear(2, 1)
+    step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).sum() / 4), optimizer)
+    state = ll.init_state(model, optimizer, extra=record)
+    for _ in range(2):
+        state = ll.optim.reduce_on_plateau(state, {"loss": 1.0}, factor=0.5)
+    after, _ = step(state, x)
+    torch.testing.assert_close(state.params["weight"] - after.params["weight"], torch.full((1, 2), 0.05))
+    torch.testing.assert_close(state.params["bias"] - after.params["bias"], torch.full((1,), 0.1))
+
+
 def test_refusals():
     record, scores = {"plateau": ll.predicates.Plateau("loss")}, {"loss": 1.0}
     plain = ll.optimizer(torch.optim.SGD, lr=0.1)
@@ -101,6 +117,14 @@ def test_refusals():
     ):
         with pytest.raises(ValueError, match=named):
             ll.optim.reduce_on_plateau(state, scores, **options)
+    other = state.with_extra(plateau=ll.predicates.BestSoFar("loss"))
+    for without in (ll.init_state(MODEL, SGD), other):  # the advice is not refused when it is followed
+        with pytest.raises(ValueError, match=r"there is no Plateau in .*ll\.predicates\.Plateau\(") as refused:
+            ll.optim.reduce_on_plateau(without, scores)
+        record = getattr(ll.predicates, re.search(r"ll\.predicates\.(\w+)", str(refused.value))[1])("loss")
+        ll.optim.reduce_on_plateau(without.replace(extra={"plateau": record}), scores)
+    with pytest.raises(TypeError, match=r"state is a tuple.*ll\.optim\.reduce_on_plateau\(state, scores\)"):
+        ll.optim.reduce_on_plateau((state, {}), scores)
     for floors in ([], [0.0], [0.0] * 3):
         with pytest.raises(ValueError, match=rf"min_lr has {len(floors)} entries, and the optimizer has 2 groups"):
             ll.optim.reduce_on_plateau(state, scores, min_lr=floors)

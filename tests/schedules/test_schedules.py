@@ -2,6 +2,7 @@
 
 import inspect
 import pickle
+import re
 
 import pytest
 import torch
@@ -262,6 +263,21 @@ def test_a_second_number_by_position_is_refused():
     ):
         with pytest.raises(TypeError, match="positional arguments"):
             call()
+
+
+@one_report
+@pytest.mark.parametrize("name", KINDS)
+def test_an_old_order_by_position_is_answered_by_the_line_to_write(name):
+    parameters = inspect.signature(KINDS[name]).parameters.values()
+    by_position = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
+    needed = [f"{p.name}=..." for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
+    line = f"write ll.schedules.{name}({', '.join(by_position + needed)})"
+    with pytest.raises(TypeError, match=re.escape(line)):
+        KINDS[name](*[1] * (len(by_position) + 1))
+    left = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is not p.empty]
+    if left:
+        with pytest.raises(TypeError, match=f"with {', '.join(f'{other}=' for other in left)} where meant"):
+            KINDS[name](*[1] * (len(by_position) + 2))
 
 
 # Definitions.
