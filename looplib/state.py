@@ -422,7 +422,8 @@ def apply(
     parents = [".".join(steps[:end]) for end in range(len(steps) + 1)]
     called = next(name for name in reversed(parents) if name in inner)
     path = method.removeprefix(called).removeprefix(".")
-    weights = _under_first_names(weights, _modules.first_names(model))
+    if weights.keys() - of_model.keys():
+        weights = _under_first_names(weights, _modules.first_names(model))
     owners = {id(torch_private.own_parameters(module)) for module in inner[called].modules()}
     _check_weights(model, weights, of_model, {slot.name for slot in slots.params if id(slot.owner) in owners}, called)
     function: Any = inner[called]

@@ -239,7 +239,7 @@ def test_recomputed_layers_run_again_with_the_weights_that_they_were_given(way, 
 @pytest.mark.parametrize("wrap", [lambda loss_fn: loss_fn, lambda loss_fn: ll.losses.recompute(loss_fn, nn.Tanh)])
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_checkpoint_of_torchs_that_would_run_again_without_the_weights_is_refused(reentrant, wrap):
-    for way in ({}, {"donate": True}):
+    for way in WAYS.values():
         with pytest.raises(RuntimeError, match=r"within ll\.state\.apply runs layers again.*ll\.losses\.recompute"):
             through_a_critic(lambda: Checkpointed(reentrant), wrap, way)
 
@@ -306,6 +306,10 @@ def test_a_state_dict_names_tied_tensors_more_than_once():
     assert torch.equal(ll.state.apply(agent, saved, X), other(X))
     alias = {name: tensor for name, tensor in saved.items() if name != "critic.0.weight"}
     assert torch.equal(ll.state.apply(agent, alias, X), other(X))
+    shared, other = SharedEncoder(), SharedEncoder().requires_grad_(False)  # a module under two names
+    nn.init.ones_(other.actor[0].weight)
+    assert {"actor.0.weight", "critic.0.weight"} <= other.state_dict().keys()
+    assert torch.equal(ll.state.apply(shared, other.state_dict(), X, method="critic"), other.critic(X))
     apart = {**saved, "critic.2.weight": torch.zeros(4, 4)}
     leaves = {**saved, "critic.2.weight": saved["critic.0.weight"].detach().requires_grad_()}
     for weights in (apart, leaves):

@@ -61,10 +61,10 @@ class Members(NamedTuple):
     empty: list[Slot]
 
 
-def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def named_modules(model: nn.Module, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Module]]:
     """`model.named_modules()` without the prefixes of wrappers."""
     names, parallel = {"": ""}, set()
-    for path, module in model.named_modules():
+    for path, module in model.named_modules(remove_duplicate=remove_duplicate):
         parent, _, key = path.rpartition(".")
         wrapped = key in TRANSPARENT or (key == "module" and parent in parallel)
         names[path] = names[parent] if wrapped else f"{names[parent]}.{key}".lstrip(".")
@@ -78,7 +78,7 @@ def first_names(model: nn.Module) -> dict[str, str]:
     names: dict[int, str] = {}
     paths = (
         (f"{prefix}.{key}".lstrip("."), tensor)
-        for prefix, module in named_modules(model)
+        for prefix, module in named_modules(model, remove_duplicate=False)
         for key, tensor in (*own_parameters(module).items(), *own_buffers(module).items())
         if tensor is not None
     )
