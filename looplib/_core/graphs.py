@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Iterator, Mapping, Set
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -125,13 +126,17 @@ def runs_again(function: Any) -> bool:
 
 def _saved_by(function: Any) -> Iterator[Any]:
     """What autograd has saved for a function, without the hooks that would compute it again."""
-    for name in dir(type(function)):
-        if name.startswith("_raw_saved_"):
-            try:
-                saved = getattr(function, name)
-            except RuntimeError:  # freed by a backward pass within the forward pass
-                continue
-            yield from saved if isinstance(saved, (list, tuple)) else (saved,)
+    for name in _names_of_saved(type(function)):
+        try:
+            saved = getattr(function, name)
+        except RuntimeError:  # freed by a backward pass within the forward pass
+            continue
+        yield from saved if isinstance(saved, (list, tuple)) else (saved,)
+
+
+@lru_cache(maxsize=512)  # kinds of operations, of which torch has some hundred
+def _names_of_saved(kind: type) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
 def _of_checkpoint(saved: Any) -> bool:
