@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Container, Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from looplib._core import trees
-from looplib._core.checks import check, check_type, few
+from looplib._core.by_parameter import name_indices
+from looplib._core.checks import check, check_type, few, is_plain
 from looplib._core.mappings import fields_of, without
 from looplib._core.patterns import Patterns
-from looplib._core.ranks import is_sharded
+from looplib._core.ranks import is_sharded, local, whole
 from looplib.types import COUNTS, TrainState, check_state
 
 _GRAFTED = ("params", "buffers", "opt_state")
@@ -96,19 +99,24 @@ def graft(
     _check_positions(old_state, new_state)
     renaming, begins, drops = _Renaming(rename, new_state), Patterns(fresh), Patterns(drop)
     old, new = _leaves(old_state), _leaves(new_state)
-    old_names, new_names = _names(old_state), _names(new_state)
-    kept_before, kept_now = _kept_by_update(old, old_names), _kept_by_update(new, new_names)
+    old_indices, new_indices = name_indices(old, _tensors(old_state)), name_indices(new, _tensors(new_state))
+    kept_before, kept_now = _kept_by_update(old_indices), _kept_by_update(new_indices)
+    copies = _copies_of_weights(new, new_indices, new_state)
     problems: list[str] = []
     sources: dict[trees.Path, trees.Path] = {}
     begun: list[trees.Path] = []
     moved: list[str] = []
     for path, leaf in new.items():
-        title, source, name = trees.dotted(path), renaming.source(path), trees.last_of(path, new_names)
+        index = new_indices.get(path)
+        name = None if index is None else path[index]
+        title, source = trees.dotted(path), renaming.source(path, index, old)
         is_named = begins.match(path, *_as_titles(name))
         # What is kept of a parameter that is new, or was frozen before
         of_new = path[0] == "opt_state" and name is not None and renaming.names[name] not in kept_before
         if is_named or (source not in old and of_new):
             begun.append(path)
+            if (weight := copies.get(path)) in sources:  # what init keeps of a carried weight is the carried weight
+                sources[path] = sources[weight]
         elif source in old:
             sources[path] = source
             if _layout(leaf) != _layout(old[source]):
@@ -126,11 +134,12 @@ def graft(
         "with models that are wrapped in the same way. Checkpoints fit any layout, so for the old one: "
         "ckpt.restore(ll.init_state(old_model, old_optimizer)), with the old model sharded as the new one is",
     )
+    problems += _begun_in_part(new_indices, sources, {*begun})
     taken = {*sources.values()}
     dropped = [path for path in old if path not in taken]
     carried_and_trained = {renaming.names[name] for name in kept_now if ("params", renaming.names[name]) in taken}
     for path in dropped:
-        name = trees.last_of(path, old_names)
+        name = path[old_indices[path]] if path in old_indices else None
         is_named = drops.match(path, *_as_titles(name))
         # What was kept of a parameter that is gone, or is frozen by now
         of_gone = path[0] == "opt_state" and name in old_state.params and name not in carried_and_trained
@@ -152,7 +161,8 @@ def graft(
     )
     state = TrainState(**{**grafted, **counts, "extra": old_state.extra, "run": run})
     carried = {trees.dotted(path): trees.dotted(source) for path, source in sources.items()}
-    return Grafted(state, carried, [*map(trees.dotted, begun)], [*map(trees.dotted, dropped)])
+    fresh_paths = [path for path in begun if path not in sources]
+    return Grafted(state, carried, [*map(trees.dotted, fresh_paths)], [*map(trees.dotted, dropped)])
 
 
 def _check_positions(old: TrainState, new: TrainState) -> None:
@@ -177,18 +187,60 @@ def _leaves(state: TrainState) -> dict[trees.Path, Any]:
     return {path: leaf for name in _GRAFTED for path, leaf in trees.leaves(getattr(state, name), path=(name,))}
 
 
-def _names(state: TrainState) -> set[str]:
-    """Names of parameters and buffers."""
-    return {*state.params, *state.buffers}
+def _tensors(state: TrainState) -> dict[str, Tensor]:
+    """Parameters and buffers."""
+    return {**state.buffers, **state.params}
 
 
 def _as_titles(name: str | None) -> list[str]:
     return [] if name is None else [name]
 
 
-def _kept_by_update(leaves: Iterable[trees.Path], names: Collection[str]) -> set[str]:
+def _kept_by_update(indices: Mapping[trees.Path, int]) -> set[str]:
     """Names of the parameters and buffers of which the update keeps something."""
-    return {trees.last_of(path, names) for path in leaves if path[0] == "opt_state"} - {None}
+    return {path[index] for path, index in indices.items() if path[0] == "opt_state"}
+
+
+def _copies_of_weights(
+    leaves: Mapping[trees.Path, Any], indices: Mapping[trees.Path, int], state: TrainState
+) -> dict[trees.Path, trees.Path]:
+    """Leaves of the update that its `init` has made as copies of weights, each with the path of its weight.
+
+    These are averages. Of other trees, such as those of a user's part, nothing but the values is known: a tree that has the
+    values of the weights for all of its parameters, and not only zeros, is one of copies.
+    """
+    members: dict[trees.Path, list[trees.Path]] = defaultdict(list)
+    for path, index in indices.items():
+        if path[0] == "opt_state":
+            members[(*path[:index], ..., *path[index + 1 :])].append(path)
+    copies: dict[trees.Path, trees.Path] = {}
+    for tree, paths in members.items():
+        names = [path[indices[path]] for path in paths]
+        weights = [("params" if name in state.params else "buffers", name) for name in names]
+        values = [(leaves[path], leaves[weight]) for path, weight in zip(paths, weights, strict=True)]
+        is_average = tree[-3:-1] in (("average", "params"), ("average", "buffers"))
+        if is_average or (all(map(_is_copy, values)) and any(whole(weight).any() for _, weight in values)):
+            copies.update(zip(paths, weights, strict=True))
+    return copies
+
+
+def _begun_in_part(
+    indices: Mapping[trees.Path, int], sources: Mapping[trees.Path, trees.Path], begun: Collection[trees.Path]
+) -> list[str]:
+    """Parameters of which only a part begins, of what their class makes as a whole in their first update."""
+    members: dict[trees.Path, list[trees.Path]] = defaultdict(list)
+    for path, index in indices.items():
+        if path[index - 1] in ("state", "started"):
+            members[(*path[: index - 1], path[index])].append(path)
+    return [
+        f"{few([*map(trees.dotted, fresh)])} would begin and {few([*map(trees.dotted, carried)])} be carried, and the class makes "
+        f"all that it keeps of a parameter in its first update: name both or neither of {trees.dotted((*part, 'state', name))} "
+        f"and {trees.dotted((*part, 'started', name))} in fresh="
+        for (*part, name), paths in members.items()
+        if (*part, "started", name) in indices
+        and (fresh := [path for path in paths if path in begun])
+        and (carried := [path for path in paths if path in sources])
+    ]
 
 
 class _Renaming:
@@ -202,16 +254,20 @@ class _Renaming:
 
     def __init__(self, rename: Mapping[str, str] | Callable[[str], str] | None, new_state: TrainState) -> None:
         renamed = {} if rename is None or callable(rename) else rename
-        names = _names(new_state)
+        names = _tensors(new_state)
         self.names = {name: rename(name) if callable(rename) else renamed.get(name, name) for name in names}
         self.moves = without(renamed, names)
         self.used: set[str] = set()
 
-    def source(self, path: trees.Path) -> trees.Path:
-        """Path in the old state from which a leaf takes its value."""
-        tree, *keys = path
-        name = trees.last_of(keys, self.names)
-        source = (tree, *(self.names[name] if key == name else key for key in keys))
+    def source(self, path: trees.Path, index: int | None, old_paths: Container[trees.Path]) -> trees.Path:
+        """Path in the old state from which a leaf takes its value. `index` is that of its parameter's name."""
+        source = path
+        if index is not None:
+            name, before, after = path[index], path[1:index], path[index + 1 :]
+            old_name = self.names[name]
+            source = (path[0], *before, old_name, *after)
+            if source not in old_paths:  # a partition's label may be the same name
+                source = (path[0], *(old_name if key == name else key for key in before), old_name, *after)
         for new, old in self.moves.items():
             beginning = new.split(".")
             if [*map(str, source[: len(beginning)])] == beginning:
@@ -232,6 +288,16 @@ def _kind(leaf: Any) -> str:
     return f"a {str(leaf.dtype).removeprefix('torch.')} tensor of shape {tuple(leaf.shape)}"
 
 
+def _is_copy(values: tuple[Any, Tensor]) -> bool:
+    """True for a leaf with the values of a weight, in whatever dtype."""
+    leaf, weight = values
+    if not isinstance(leaf, Tensor) or leaf.shape != weight.shape or _layout(leaf) != _layout(weight):
+        return False
+    if not (is_plain(local(leaf)) and is_plain(local(weight))):
+        return False
+    return torch.equal(whole(leaf), whole(weight).to(leaf.device, leaf.dtype))
+
+
 def _layout(leaf: Any) -> Any:
     """Mesh and placements of a sharded tensor, or None."""
     return (leaf.device_mesh, leaf.placements) if is_sharded(leaf) else None
@@ -240,4 +306,4 @@ def _layout(leaf: Any) -> Any:
 def _copied(value: Any, like: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
-    return value.detach().to(like.device, copy=True).requires_grad_(like.requires_grad)
+    return value.detach().to(like.device, like.dtype, copy=True).requires_grad_(like.requires_grad)

@@ -3,13 +3,16 @@
 import copy
 
 import pytest
+import schedulefree
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from optim.stand_ins import Late
 from shared import assert_each_refused, bits, both_steps, make_train_step
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 import looplib as ll
 
@@ -52,15 +55,17 @@ def trained(model, optimizer, data=X[:4], donate=False, state=None):
     return state
 
 
-def raw_adam(model):
-    return torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.1, fused=True)
+def raw_optimizer(model, cls=torch.optim.Adam, **settings):
+    optimizer = cls([p for p in model.parameters() if p.requires_grad], **settings)
+    getattr(optimizer, "train", bool)()  # of schedule-free classes
+    return optimizer
 
 
-def raw_steps(model, adam, data):
+def raw_steps(model, optimizer, data):
     for x in data:
-        adam.zero_grad()
+        optimizer.zero_grad()
         loss_fn(model, x).backward()
-        adam.step()
+        optimizer.step()
 
 
 def weights(model):
@@ -114,26 +119,54 @@ CHANGES = {
         {"drop": ("extra.*",)},
         {name: name for name in ("first.weight", "second.weight", *SAME)},
     ),
+    "frozen and added": (  # as many parameters as before
+        {},
+        {"frozen": ("first.weight", "first.bias"), "extra": True},
+        {"fresh": ("extra.*",)},
+        {
+            **{name: name for name in ("second.weight", *SAME[1:])},
+            "extra.weight": None,
+            "extra.bias": None,
+        },
+    ),
 }
+# Classes whose state is made in a parameter's first update
+LATE = (
+    (torch.optim.Rprop, {"lr": 0.01}),
+    (torch.optim.ASGD, {"lr": 0.01, "t0": 2}),
+    (torch.optim.SGD, {"lr": 0.01, "momentum": 0.9, "dampening": 0.3}),
+    (schedulefree.AdamWScheduleFree, {"lr": 0.01}),
+    (Late, {"lr": 0.01}),
+)
 
 
-@both_steps
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_changed_run_is_that_of_a_raw_loop_whose_optimizer_is_changed_by_hand(change, donate):
+@pytest.mark.parametrize(
+    ("cls", "settings", "of_raw", "donate"),
+    [
+        *((torch.optim.Adam, {"lr": 0.1}, {"fused": True}, donate) for donate in (False, True)),
+        *((cls, settings, {}, True) for cls, settings in LATE),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_changed_run_is_that_of_a_raw_loop_whose_optimizer_is_changed_by_hand(
+    change, cls, settings, of_raw, donate
+):
     before, after, told, sources = CHANGES[change]
-    state = trained(Net(**before), ADAM, donate=donate)
+    optimizer = ll.optimizer(cls, **settings)
+    state = trained(Net(**before), optimizer, donate=donate)
     model = Net(1, **after)
-    new = ll.init_state(model, ADAM)
+    new = ll.init_state(model, optimizer)
     grafted = ll.state.graft(state, new, **told)
     assert sorted(name.removeprefix("params.") for name in grafted.fresh if name.startswith("params.")) == sorted(
         name for name, source in sources.items() if source is None and name.startswith("extra")
     )
     state = ll.bind(model, grafted.state)
-    state = trained(model, ADAM, X[4:], donate, state)
+    state = trained(model, optimizer, X[4:], donate, state)
 
     raw = Net(**before)
-    adam = raw_adam(raw)
-    raw_steps(raw, adam, X[:4])
+    inner = raw_optimizer(raw, cls, **settings, **of_raw)
+    raw_steps(raw, inner, X[:4])
     changed = Net(1, **after)
     rename = told.get("rename", {})
     with torch.no_grad():
@@ -141,13 +174,109 @@ def test_a_changed_run_is_that_of_a_raw_loop_whose_optimizer_is_changed_by_hand(
             source = rename(name) if callable(rename) else rename.get(name, name)
             if source in weights(raw):
                 tensor.copy_(weights(raw)[source])
-    new_adam, of_raw = raw_adam(changed), dict(raw.named_parameters())
+    new_inner, old_params = raw_optimizer(changed, cls, **settings, **of_raw), dict(raw.named_parameters())
+    counts = {key: value for key, value in inner.param_groups[0].items() if key != "params"}
+    new_inner.param_groups[0].update(counts)  # which schedule-free classes keep there
     for name, parameter in changed.named_parameters():
         if sources.get(name):
-            new_adam.state[parameter] = copy.deepcopy(adam.state[of_raw[sources[name]]])
-    raw_steps(changed, new_adam, X[4:])
+            new_inner.state[parameter] = copy.deepcopy(inner.state[old_params[sources[name]]])
+    raw_steps(changed, new_inner, X[4:])
     assert bits({**state.params, **state.buffers}) == bits(weights(changed))
     assert (state.step, state.batch, state.samples, state.seed) == (8, 8, 40, 3)
+
+
+@pytest.mark.parametrize("kind", ["ema", "ema of later weights", "swa"])
+@pytest.mark.parametrize("change", ["thawed", "average added"])
+def test_an_average_of_a_carried_weight_begins_there_as_in_a_raw_loop(change, kind):
+    """A raw loop needs no second model to thaw a layer or to add an average, so nothing random can get in there."""
+    averaging, start = {
+        "ema": (ll.ema(0.9), 0),
+        "ema of later weights": (ll.ema(0.9, start=1), 1),
+        "swa": (ll.optim.swa(start=1), 1),
+    }[kind]
+    multi_avg_fn = get_swa_multi_avg_fn() if kind == "swa" else get_ema_multi_avg_fn(0.9)
+    frozen = ("first.weight",) if change == "thawed" else ()
+    chain, added = ll.chain(ADAM, averaging), change == "average added"
+    state = trained(Net(frozen=frozen), ADAM if added else chain)
+    model = Net(1)
+    told = {"fresh": (f"opt_state.{kind.split()[0]}",)} if added else {}
+    grafted = ll.state.graft(state, ll.init_state(model, chain), **told)
+    averages = [path for path in grafted.carried if ".average." in path]
+    assert not [path for path in grafted.fresh if ".average." in path]
+    if not added:
+        assert grafted.carried[next(path for path in averages if "first.weight" in path)] == "params.first.weight"
+    at_graft = ll.eval_state(chain, grafted.state).params
+    state = trained(model, chain, X[4:], state=ll.bind(model, grafted.state))
+
+    raw = Net(frozen=frozen)
+    adam = raw_optimizer(raw, lr=0.1, fused=True)
+    average, updates = None, 0
+
+    def raw_steps_with_average(data):
+        nonlocal average, updates
+        for x in data:
+            raw_steps(raw, adam, [x])
+            updates += 1
+            if average is None and updates >= start:
+                average = AveragedModel(raw, multi_avg_fn=multi_avg_fn)
+            if average is not None:
+                average.update_parameters(raw)
+
+    if start == 0 and not added:
+        average = AveragedModel(raw, multi_avg_fn=multi_avg_fn)
+        average.update_parameters(raw)
+    if added:
+        raw_steps(raw, adam, X[:4])
+        if start == 0:
+            average = AveragedModel(raw, multi_avg_fn=multi_avg_fn)
+            average.update_parameters(raw)
+    else:
+        raw_steps_with_average(X[:4])
+    assert bits(at_graft) == bits(dict((raw if average is None else average.module).named_parameters()))
+    for name in frozen:
+        raw.get_parameter(name).requires_grad_(True)
+        adam.add_param_group({"params": [raw.get_parameter(name)]})
+    raw_steps_with_average(X[4:])
+    assert bits(ll.eval_state(chain, state).params) == bits(dict(average.module.named_parameters()))
+
+
+def slow_weights():
+    """A part of a user's, as Lookahead: a copy of the weights under their names."""
+    return ll.optim.part(
+        "slow",
+        init=lambda params: {name: tensor.detach().clone() for name, tensor in params.items()},
+        update_=lambda grads, state, params, step: (params, state),
+    )
+
+
+def sums_of_squares():
+    """A part of a user's that begins with zeros, beside a count."""
+    return ll.optim.part(
+        "squares",
+        init=lambda params: {"of": {name: torch.zeros_like(tensor) for name, tensor in params.items()}, "count": 0},
+        update_=lambda grads, state, params, step: (params, state),
+    )
+
+
+class Zeroed(Net):
+    """A net in which some weights are zeros, as norms and adapters have them, and state of zeros has their values."""
+
+    def __init__(self, seed=0, frozen=()):
+        super().__init__(seed, frozen=frozen)
+        nn.init.zeros_(self.second.bias)
+
+
+def test_what_is_fresh_of_carried_weights_is_what_a_part_keeps_of_a_model_with_these_weights():
+    optimizer = ll.chain(ADAM, ll.ema(0.9), slow_weights(), sums_of_squares())
+    state = trained(Zeroed(frozen=("first.weight", "second.bias")), ADAM).replace(opt_state={})
+    state = state.replace(params={name: tensor + 1 for name, tensor in state.params.items()})
+    loaded = Zeroed(1)
+    loaded.load_state_dict(ll.checkpoint.state_dict(loaded, state))
+    expected = optimizer.init(dict(loaded.named_parameters()))
+    grafted = ll.state.graft(state, ll.init_state(Zeroed(1), optimizer), fresh=("opt_state",))
+    assert bits(grafted.state.opt_state) == bits(expected)
+    assert grafted.carried["opt_state.slow.first.weight"] == "params.first.weight"
+    assert "opt_state.squares.of.second.bias" in grafted.fresh
 
 
 def test_every_leaf_is_carried_fresh_or_dropped_and_the_states_stay_as_they_are():
@@ -177,7 +306,7 @@ def test_a_part_that_has_moved_is_found_where_it_was():
     new = ll.init_state(Net(1), one)
     grafted = ll.state.graft(state, new, moved, fresh=("opt_state.partition.all.ema",)).state
     assert bits(grafted.opt_state["partition"]["all"]["Adam"]) == bits(state.opt_state["Adam"])
-    assert bits(grafted.opt_state["partition"]["all"]["ema"]) == bits(new.opt_state["partition"]["all"]["ema"])
+    assert bits(grafted.opt_state["partition"]["all"]["ema"]["average"]["params"]) == bits(state.params)
 
 
 def test_names_of_parameters_that_are_words_of_a_state_are_told_apart():
@@ -198,6 +327,63 @@ def test_names_of_parameters_that_are_words_of_a_state_are_told_apart():
         moment = "opt_state.partition.bias.Adam.state.{}.exp_avg"
         assert grafted.carried[moment.format(new)] == moment.format(old)
         assert (grafted.fresh, grafted.dropped) == ([], [])
+
+
+@pytest.mark.parametrize("name", ["step", "exp_avg", "state", "params", "started", "updates", "k", "lr"])
+def test_parameters_with_the_names_of_moments_are_told_apart(name):
+    """A parameter at the root of a module may have the name of what a class or an average keeps for each parameter."""
+
+    def state_of(names, updates=0):
+        model = nn.ParameterDict({key: torch.full((2,), 2.0) for key in names})
+        state = ll.init_state(model, optimizer)
+        step = ll.make_train_step(
+            ll.make_grad_fn(model, lambda model, x: sum(map(torch.sum, model.values()))), optimizer
+        )
+        for _ in range(updates):
+            state, _ = step(state, torch.ones(1))
+        return state
+
+    of_class = schedulefree.AdamWScheduleFree if name in ("started", "k") else torch.optim.Adam
+    lr = ll.optim.inject(0.1) if name == "lr" else 0.1
+    optimizer = ll.chain(ll.optimizer(of_class, lr=lr), ll.ema(0.9))
+    for before, after, told in (
+        (["w"], ["w", name], {"fresh": (name,)}),
+        (["w", name], ["w"], {"drop": (name,)}),
+        (["w", name], ["w", "renamed"], {"rename": {"renamed": name}}),
+        (["w", "old"], ["w", name], {"rename": {name: "old"}}),
+    ):
+        old, new = state_of(before, 3), state_of(after)
+        grafted = ll.state.graft(old, new, **told)
+        sources = {key: told.get("rename", {}).get(key, key) for key in after}
+        for key, source in sources.items():
+            of_key = [
+                leaves_of(state.opt_state, word) for state, word in ((grafted.state, key), (old, source), (new, key))
+            ]
+            assert of_key[0] == of_key[1 if source in before else 2]
+        rest = [leaves_of(state.opt_state, None) for state in (grafted.state, old)]
+        assert rest[0] == rest[1]
+
+
+def leaves_of(opt_state, name):
+    """What the states of a class and of an average keep of one parameter, or for None, of none."""
+    (entry, *_), average = opt_state.values(), opt_state["ema"]
+    by_name = [entry["state"], entry.get("started", {}), average["average"]["params"]]
+    if name is None:
+        return bits([entry.get("groups"), entry.get("hyperparameters"), average["updates"]])
+    return bits([tree.get(name) for tree in by_name])
+
+
+def test_what_a_class_makes_as_a_whole_does_not_begin_in_part():
+    optimizer = ll.optimizer(torch.optim.Rprop, lr=0.1)
+    state, new = trained(Net(), optimizer), ll.init_state(Net(1), optimizer)
+    for fresh in ("opt_state.Rprop.started.first.weight", "opt_state.Rprop.state.first.weight.prev", "*.prev"):
+        with pytest.raises(
+            ValueError, match=r"makes all .* name both or neither of opt_state.Rprop.state.first.weight"
+        ):
+            ll.state.graft(state, new, fresh=(fresh,))
+    whole = ("opt_state.Rprop.state.first.weight", "opt_state.Rprop.started.first.weight")
+    grafted = ll.state.graft(state, new, fresh=whole).state.opt_state["Rprop"]
+    assert [name for name, begun in grafted["started"].items() if not begun] == ["first.weight"]
 
 
 def test_sharded_states_are_grafted_and_one_that_is_not_is_told_what_to_do(one_process):
@@ -392,6 +578,68 @@ def test_rows_of_averages_and_sums_are_taken_with_those_of_the_weights(added):
     sums = changed.opt_state["every"]["sum"]["means"], state.opt_state["every"]["sum"]["means"]
     assert torch.equal(sums[0], torch.cat([sums[1][order], torch.zeros(added, 3)]))
     assert int(changed.opt_state["every"]["steps"]) == int(state.opt_state["every"]["steps"]) == 1
+
+
+@pytest.mark.parametrize(("cls", "settings"), LATE, ids=lambda value: getattr(value, "__name__", ""))
+def test_rows_of_state_that_the_first_update_makes_are_pruned_and_not_added(cls, settings):
+    """Beside a raw loop over the kept rows alone, since these classes update each row by itself."""
+    optimizer, kept = ll.optimizer(cls, **settings), torch.tensor([3, 0, 2])
+    model, raw = splats(), splats()
+    raw.means, raw.colors = nn.Parameter(raw.means[kept].detach()), nn.Parameter(raw.colors[kept].detach())
+
+    def rows_apart(model, x):
+        return sum((tensor.sin() * x.mean()).sum() for tensor in model.parameters())
+
+    step = ll.make_train_step(ll.make_grad_fn(model, rows_apart), optimizer)
+    state = ll.init_state(model, optimizer)
+    added = {"means": torch.full((2, 3), 5.0)}
+    early = ll.optim.take_rows(optimizer, state, {}, append=added)
+    assert early.params["means"].shape == (7, 3)
+    inner = raw_optimizer(raw, cls, **settings)
+    for number, x in enumerate(POINTS[:6]):
+        if number == 3:
+            with pytest.raises(
+                ValueError, match=r"/state/means was made by the first update of means.*before the first"
+            ):
+                ll.optim.take_rows(optimizer, state, {}, append=added)
+            state = ll.optim.take_rows(optimizer, state, {"means": kept, "colors": kept})
+            state = ll.bind(model, state, resize=True)
+        state, _ = step(state, x)
+        inner.zero_grad()
+        rows_apart(raw, x).backward()
+        inner.step()
+    assert bits(state.params) == bits(dict(raw.named_parameters()))
+
+
+def test_rows_are_those_of_the_parameter_and_not_of_a_label_or_a_moment_of_its_name():
+    model = nn.ParameterDict({name: torch.randn(4, 2) for name in ("means", "colors", "exp_avg")})
+    optimizer = ll.optim.partition(
+        {"means": ADAM, "exp_avg": ADAM}, lambda name, tensor: "exp_avg" if name == "means" else "means"
+    )
+    state = ll.init_state(model, optimizer)
+    grads = {name: torch.randn(4, 2) for name in model}
+    state = state.replace(opt_state=optimizer.update(grads, state.opt_state, state.params, 0)[1])
+    rows = {"means": torch.tensor([3, 1]), "colors": torch.tensor([0, 2]), "exp_avg": torch.tensor([2, 1])}
+    changed = ll.optim.take_rows(optimizer, state, rows).opt_state["partition"]
+    for name, kept in rows.items():
+        label = "exp_avg" if name == "means" else "means"
+        before = state.opt_state["partition"][label]["Adam"]["state"][name]
+        after = changed[label]["Adam"]["state"][name]
+        assert bits(after) == bits({**before, **{key: before[key][kept] for key in ("exp_avg", "exp_avg_sq")}})
+
+
+def test_a_donated_run_spends_the_state_before_its_rows_were_taken_and_not_a_copy():
+    optimizer, model = ll.optimizer(torch.optim.Adam, lr=0.1), splats()
+    step = ll.make_train_step(ll.make_grad_fn(model, splat_loss), optimizer, donate=True)
+    state, _ = step(ll.init_state(model, optimizer), POINTS[0])
+    copied = ll.copy_state(state)
+    before = bits(copied)
+    changed = ll.optim.take_rows(optimizer, state, {"means": torch.arange(3), "colors": torch.arange(3)})
+    assert bits(state) == before
+    step(ll.bind(model, changed, resize=True), POINTS[1])
+    with pytest.raises(ll.types.DonatedStateError):
+        _ = state.params
+    assert bits(copied) == before
 
 
 def test_rows_that_cannot_be_taken_are_refused_by_name():

@@ -132,7 +132,7 @@ def load_optimizer_state_dict(
     )
     new = {**opt_state, "state": {**entries, **loaded}}
     if "started" in new:
-        new["started"] = torch.tensor([name in loaded for name in entries], device="cpu")
+        new["started"] = {name: torch.tensor(name in loaded, device="cpu") for name in entries}
     return state.replace(opt_state=_with_innermost(state.opt_state, new))
 
 

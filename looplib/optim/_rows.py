@@ -9,12 +9,19 @@ import torch
 from torch import Tensor
 
 from looplib._core import trees
+from looplib._core.by_parameter import name_indices
 from looplib._core.checks import check, check_type, few
 from looplib._core.mappings import pick
 from looplib._core.ranks import is_sharded
 from looplib._core.records import check_kind
 from looplib.optim.chains import of_another
 from looplib.types import Optimizer, TrainState, check_state
+
+_LATE = (
+    "/opt_state{where} was made by the first update of {name}, and what it is for rows that are added, or for a leaf that is not "
+    "of its shape, is not known: use an optimizer whose state is made by its init, such as Adam, or add rows before the "
+    "first step"
+)
 
 
 def take_rows(
@@ -35,10 +42,13 @@ def take_rows(
 
     What the update keeps for each row is taken with the row: moments, sums of `every`, averages. For a row that is added, it
     is what `optimizer.init` gives: zero moments, and an average that begins at the row. Counts, such as Adam's `step`, are
-    those of the whole parameter and stay.
+    those of the whole parameter and stay. If a class makes its state in the first update of a parameter, as schedule-free ones
+    and those of torchao do, rows can be pruned at any time and added only before.
 
-    The result has new tensors, so `state` stays valid, and it is not bound to a module: write
-    `state = ll.bind(model, state, resize=True)` before the next step. A restore needs `resized=("params.means",)`.
+    The result is not bound to a module: write `state = ll.bind(model, state, resize=True)` before the next step. A restore
+    needs `resized=("params.means",)`. `state` is unchanged, and the result shares with it the parameters that keep all their
+    rows. With donated steps, `bind` or the next step therefore spends `state`, too: to keep it, make a copy before,
+    `ll.copy_state(state)`.
 
     Args:
         optimizer: the optimizer that created `state.opt_state`, with all of its parts.
@@ -48,7 +58,8 @@ def take_rows(
 
     Raises:
         ValueError: there is no such parameter, a mask or rows have the wrong shape, an index occurs twice or is out of range,
-            the optimizer keeps something of a parameter that has no rows, or the state was created by a different optimizer.
+            the optimizer keeps something of a parameter that has no rows, or has made what it keeps in the first update and
+            rows are added; or the state was created by a different optimizer.
         TypeError: `rows` or `append` is not a mapping.
         DonatedStateError: the state was donated to a step.
 
@@ -91,11 +102,21 @@ def take_rows(
             name: _longer(tensor) if name in indices_of else tensor for name, tensor in pick(params, trained).items()
         }
         probe = dict(trees.leaves(optimizer.init(longer, buffers=state.buffers)))
-        fresh = dict(trees.leaves(begun))
+        fresh, kept = dict(trees.leaves(begun)), dict(trees.leaves(state.opt_state))
+        names = {
+            path: path[index]
+            for path, index in name_indices(kept, {**state.buffers, **state.params}).items()
+            if path[index] in indices_of
+        }
+        for path, name in names.items():
+            if path[-2:] == ("started", name) and len(params[name]) > len(indices_of[name]) and kept[path]:
+                raise ValueError(_LATE.format(where=trees.pointer((*path[:-2], "state", name)), name=name))
         leaves = iter(
             [
-                _taken(path, leaf, state.params, params, indices_of, fresh.get(path), probe.get(path))
-                for path, leaf in trees.leaves(state.opt_state)
+                _taken(
+                    path, leaf, names.get(path), state.params, params, indices_of, fresh.get(path), probe.get(path)
+                )
+                for path, leaf in kept.items()
             ]
         )
         opt_state = trees.map_leaves(lambda _: next(leaves), state.opt_state)
@@ -128,6 +149,7 @@ def _longer(tensor: Tensor) -> Tensor:
 def _taken(
     path: trees.Path,
     leaf: Any,
+    name: str | None,
     params: Mapping[str, Tensor],
     new_params: Mapping[str, Tensor],
     indices_of: Mapping[str, Tensor],
@@ -135,7 +157,6 @@ def _taken(
     probe: Any,
 ) -> Any:
     """A leaf of the optimizer's state, of which a parameter's rows are taken if it has them."""
-    name = next((part for part in path if part in indices_of), None)
     if name is None or not isinstance(leaf, Tensor):
         return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
     indices, before, where = (
@@ -147,9 +168,7 @@ def _taken(
         isinstance(fresh, Tensor) and isinstance(probe, Tensor)
     ):  # made by an update, so `init` has none for new rows
         check(
-            leaf.shape == before.shape and len(new_params[name]) == len(indices),
-            f"/opt_state{where} was made by the first update, and what it is for rows that are added, or for a leaf that is "
-            f"not of the shape of {name}, is not known: use an optimizer whose state is made by its init, such as Adam",
+            leaf.shape == before.shape and len(new_params[name]) == len(indices), _LATE.format(where=where, name=name)
         )
         return leaf.detach()[indices]
     if fresh.shape == probe.shape:  # of the whole parameter

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from looplib._core import torch_private
 from looplib._core.chain import wrong_state
-from looplib._core.checks import PLAIN, few, warn
+from looplib._core.checks import PLAIN, check, few, warn
 from looplib._core.copies import copy_tree
 from looplib._core.mappings import as_record, mapped, pick, without
 from looplib._core.random import mix
@@ -118,7 +118,7 @@ def first_state(plan: Plan, params: Params) -> dict[str, Any]:
     """State before the first update, with the structure that it keeps for the whole run.
 
     `state` holds what the class keeps for each parameter, by name. If the class creates those values only in a
-    parameter's own first update, they are zeros until then, and `started` records which parameters have had an
+    parameter's own first update, they are zeros until then, and `started` records by name which parameters have had an
     update. `groups` holds what the class keeps for a group, and `hyperparameters` the injected ones.
     """
     recipe = plan.recipe
@@ -132,7 +132,7 @@ def first_state(plan: Plan, params: Params) -> dict[str, Any]:
         if any(plan.probe.groups):
             state["groups"] = plan.probe.groups
     if recipe.makes_state_late:
-        state["started"] = torch.zeros(len(params), dtype=torch.bool, device="cpu")
+        state["started"] = {name: torch.tensor(False, device="cpu") for name in params}
     numbers = [
         {
             key: torch.tensor(value.value, dtype=torch.float64, device="cpu")
@@ -386,7 +386,8 @@ def _kept_by(instance: Any, plan: Plan, opt_state: Any, tensors: Params, first: 
                 raise KeepsMoreError(plan.recipe, name, entries, old[name])
             states[name] = entries
     if first:
-        opt_state["started"] |= torch.tensor([states[name] is not old[name] for name in old], device="cpu")
+        begun = {name: torch.tensor(True, device="cpu") for name in first if states[name] is not old[name]}
+        opt_state = {**opt_state, "started": {**opt_state["started"], **begun}}
     new = {**opt_state, "state": states}
     if "groups" in opt_state:
         groups = zip(instance.param_groups, opt_state["groups"], strict=True)
@@ -410,7 +411,14 @@ def evaluated(plan: Plan, params: Params, opt_state: Any) -> Params:
 
 def without_state(opt_state: Mapping[str, Any]) -> frozenset[str]:
     """Parameters that have had no update, for classes that create state in the first one."""
-    started: Tensor | None = opt_state.get("started")
-    if started is None or started.all():
-        return frozenset()
-    return frozenset(name for name, flag in zip(opt_state["state"], started.tolist(), strict=True) if not flag)
+    started: Mapping[str, Tensor] = opt_state.get("started", _NOTHING)
+    return frozenset(name for name, flag in started.items() if not (_in_all_members(flag) if flag.ndim else flag))
+
+
+def _in_all_members(flags: Tensor) -> bool:
+    """A flag of a stack, whose members must have the same one."""
+    check(
+        bool(flags.all()) or not flags.any(),
+        "a parameter has had an update in only some members of this stack: ask for one of unstack_states(stack)",
+    )
+    return bool(flags.all())
