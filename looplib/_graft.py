@@ -31,7 +31,8 @@ class Grafted(NamedTuple):
 
     Attributes:
         state: the state to continue with.
-        carried: leaf of the new state -> leaf of the old one whose value it has: `params.0.weight`.
+        carried: leaf of the new state -> leaf of the old one whose value it has: `params.0.weight`. For an average that begins
+            at a carried weight, it is this weight.
         fresh: leaves that have the values of the new state.
         dropped: leaves of the old state that no leaf has taken.
     """
@@ -71,6 +72,10 @@ def graft(
     A new parameter is named in `fresh`, and one that is gone in `drop`; anything else that differs is refused by its name. Of a
     parameter that is carried, the moments are dropped if it is frozen by now, and fresh if it was frozen before.
 
+    An average that is new, or that is of a parameter which was frozen before, begins at the carried weight. So does whatever a
+    part of your own begins as a copy of the weights. Classes that make their state in a parameter's first update, as
+    schedule-free ones do, make that of fresh parameters in their next one.
+
     Counts, position, seed and `extra` are those of the old state. Values are copied, so both states stay valid. The result is
     not bound to a module: `ll.bind(model, grafted.state)` does it.
 
@@ -85,8 +90,10 @@ def graft(
 
     Raises:
         ValueError: a leaf of one state has none in the other and is not named; shapes, dtypes, layouts over ranks or types of
-            plain values differ; a name in `rename`, `fresh` or `drop` is not there; a state is a stack; the new state has an
-            `extra`; or the epoch has another length and the run is within one.
+            plain values differ; only a part of what a class makes in a parameter's first update is to be fresh; a part of
+            your own keeps zeros for weights that are zero, which may be a copy of them; a name in `rename`, `fresh` or
+            `drop` is not there; a state is a stack; the new state has an `extra`; or the epoch has another length and the run
+            is within one.
         DonatedStateError: a state was donated to a step.
     """
     check_state(old_state, "ll.state.graft(old_state, new_state)")
@@ -101,7 +108,7 @@ def graft(
     old, new = _leaves(old_state), _leaves(new_state)
     old_indices, new_indices = name_indices(old, _tensors(old_state)), name_indices(new, _tensors(new_state))
     kept_before, kept_now = _kept_by_update(old_indices), _kept_by_update(new_indices)
-    copies = _copies_of_weights(new, new_indices, new_state)
+    copies, unclear = _copies_of_weights(new, new_indices, new_state)
     problems: list[str] = []
     sources: dict[trees.Path, trees.Path] = {}
     begun: list[trees.Path] = []
@@ -117,6 +124,12 @@ def graft(
             begun.append(path)
             if (weight := copies.get(path)) in sources:  # what init keeps of a carried weight is the carried weight
                 sources[path] = sources[weight]
+                if path in unclear and whole(old[sources[path]]).any():
+                    problems.append(
+                        f"{title} is zero, as its weight is in the new state, and could begin as zeros or at the carried weight: load "
+                        "the old weights into the new model before its init_state, "
+                        "new_model.load_state_dict(ll.checkpoint.state_dict(old_model, old_state), strict=False)"
+                    )
         elif source in old:
             sources[path] = source
             if _layout(leaf) != _layout(old[source]):
@@ -203,25 +216,27 @@ def _kept_by_update(indices: Mapping[trees.Path, int]) -> set[str]:
 
 def _copies_of_weights(
     leaves: Mapping[trees.Path, Any], indices: Mapping[trees.Path, int], state: TrainState
-) -> dict[trees.Path, trees.Path]:
-    """Leaves of the update that its `init` has made as copies of weights, each with the path of its weight.
+) -> tuple[dict[trees.Path, trees.Path], set[trees.Path]]:
+    """Leaves of the update that its `init` has made as copies of weights, each with its weight; and those that may be copies.
 
-    These are averages. Of other trees, such as those of a user's part, nothing but the values is known: a tree that has the
-    values of the weights for all of its parameters, and not only zeros, is one of copies.
+    Averages are. Of other trees, such as those of a user's part, nothing but the values is known: a tree that has the values of
+    the weights for all of its parameters is one of copies, or if all are zeros, perhaps one of moments.
     """
-    members: dict[trees.Path, list[trees.Path]] = defaultdict(list)
+    members: dict[trees.Path, dict[trees.Path, trees.Path]] = defaultdict(dict)  # tree -> leaf -> weight
     for path, index in indices.items():
-        if path[0] == "opt_state":
-            members[(*path[:index], ..., *path[index + 1 :])].append(path)
+        name, tree = path[index], (*path[:index], ..., *path[index + 1 :])
+        if path[0] == "opt_state" and path[index - 1] not in ("state", "started", "sum"):  # which begin as zeros
+            members[tree][path] = ("params" if name in state.params else "buffers", name)
     copies: dict[trees.Path, trees.Path] = {}
-    for tree, paths in members.items():
-        names = [path[indices[path]] for path in paths]
-        weights = [("params" if name in state.params else "buffers", name) for name in names]
-        values = [(leaves[path], leaves[weight]) for path, weight in zip(paths, weights, strict=True)]
-        is_average = tree[-3:-1] in (("average", "params"), ("average", "buffers"))
-        if is_average or (all(map(_is_copy, values)) and any(whole(weight).any() for _, weight in values)):
-            copies.update(zip(paths, weights, strict=True))
-    return copies
+    unclear: set[trees.Path] = set()
+    for tree, weights in members.items():
+        if tree[-3:-1] in (("average", "params"), ("average", "buffers")):
+            copies |= weights
+        elif all(_is_copy(leaves[path], leaves[weight]) for path, weight in weights.items()):
+            copies |= weights
+            if not any(whole(leaves[path]).any() for path in weights):
+                unclear.update(weights)
+    return copies, unclear
 
 
 def _begun_in_part(
@@ -288,12 +303,13 @@ def _kind(leaf: Any) -> str:
     return f"a {str(leaf.dtype).removeprefix('torch.')} tensor of shape {tuple(leaf.shape)}"
 
 
-def _is_copy(values: tuple[Any, Tensor]) -> bool:
-    """True for a leaf with the values of a weight, in whatever dtype."""
-    leaf, weight = values
+def _is_copy(leaf: Any, weight: Tensor) -> bool:
+    """True for a leaf with the values of a weight, in whatever precision."""
     if not isinstance(leaf, Tensor) or leaf.shape != weight.shape or _layout(leaf) != _layout(weight):
         return False
     if not (is_plain(local(leaf)) and is_plain(local(weight))):
+        return False
+    if (leaf.is_floating_point(), leaf.is_complex()) != (weight.is_floating_point(), weight.is_complex()):
         return False
     return torch.equal(whole(leaf), whole(weight).to(leaf.device, leaf.dtype))
 

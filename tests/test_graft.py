@@ -279,6 +279,38 @@ def test_what_is_fresh_of_carried_weights_is_what_a_part_keeps_of_a_model_with_t
     assert "opt_state.squares.of.second.bias" in grafted.fresh
 
 
+def test_zeros_that_may_be_a_copy_of_a_weight_are_refused_until_the_old_weights_are_loaded():
+    def of_biases(*parts):
+        return ll.optim.partition(
+            {"bias": ll.chain(ADAM, *parts), "rest": ADAM}, lambda name, _: "bias" if "bias" in name else "rest"
+        )
+
+    def model(seed=0):
+        return nn.LayerNorm(4)
+
+    old = ll.init_state(model(), of_biases())
+    old = old.replace(params={name: tensor + 1 for name, tensor in old.params.items()})
+    for part, begins in ((slow_weights(), "weight"), (sums_of_squares(), "zeros"), (ll.ema(0.9), "weight")):
+        title, optimizer = f"opt_state.partition.bias.{next(iter(part.parts))}", of_biases(part)
+        new = ll.init_state(model(), optimizer)
+        if "ema" not in part.parts:
+            with pytest.raises(ValueError, match=f"{title}.* is zero, as its weight is.*new_model.load_state_dict"):
+                ll.state.graft(old, new, fresh=(title,))
+            loaded = model()
+            loaded.load_state_dict(ll.checkpoint.state_dict(loaded, old), strict=False)
+            new = ll.init_state(loaded, optimizer)
+        grafted = ll.state.graft(old, new, fresh=(title,)).state
+        tensors = [
+            tensor
+            for tensor in torch.utils._pytree.tree_leaves(
+                grafted.opt_state["partition"]["bias"][next(iter(part.parts))]
+            )
+            if isinstance(tensor, torch.Tensor) and tensor.ndim
+        ]
+        expected = old.params["bias"] if begins == "weight" else torch.zeros(4)
+        assert [torch.equal(tensor, expected) for tensor in tensors] == [True]
+
+
 def test_every_leaf_is_carried_fresh_or_dropped_and_the_states_stay_as_they_are():
     optimizer = ll.chain(ll.optim.own_steps(ADAM), ll.ema(0.9))
     state, new = trained(Net(extra=True), optimizer), ll.init_state(Net(1, frozen=("first.bias",)), optimizer)

@@ -91,7 +91,7 @@ def optimizer(
     Values that a class changes in its groups, as schedule-free optimizers do, are in `opt_state["groups"]`. The
     attributes of an object that it keeps for a parameter, such as GaLore's `projector`, are stored as a dict. A
     parameter whose first gradient comes late starts at its own first update, as in torch; if a class creates state
-    only then, `opt_state["started"]` records which parameters have had an update. Random numbers that a class draws
+    only then, `opt_state["started"]` records by name which parameters have had an update. Random numbers that a class draws
     from torch are derived from the state's seed and step.
 
     **LBFGS.** `torch.optim.LBFGS` evaluates the loss several times per update. For models without randomness, the result
