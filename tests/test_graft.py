@@ -397,7 +397,7 @@ def test_parameters_with_the_names_of_moments_are_told_apart(name):
 
 
 def leaves_of(opt_state, name):
-    """What the states of a class and of an average keep of one parameter, or for None, of none."""
+    """Leaves of the states of a class and of an average that belong to one parameter, or for None, to none."""
     (entry, *_), average = opt_state.values(), opt_state["ema"]
     by_name = [entry["state"], entry.get("started", {}), average["average"]["params"]]
     if name is None:

@@ -379,3 +379,31 @@ def test_updates_leave_nothing_that_grows():
     gc.collect()
     assert sum(type(thing) is Counted for thing in gc.get_objects()) <= 8
     assert not any(ref() is not None for ref in held)
+
+
+def test_a_restore_into_other_order_of_the_parameters_knows_which_have_begun(tmp_path):
+    """The state of a parameter that has had no gradient is made in its own first update, wherever it stands in the module."""
+    optimizer = ll.optimizer(Late, lr=0.1)
+
+    def of_order(*names):
+        model = nn.Module()
+        for name in names:
+            model.register_parameter(name, nn.Parameter(torch.arange(3.0)))
+        return model
+
+    def updated(model, state, trained):
+        def loss_fn(model, x):
+            return sum((getattr(model, name) * x).square().sum() for name in trained)
+
+        grad_fn = ll.make_grad_fn(model, loss_fn, trainable=lambda name, _: name in trained)
+        return ll.make_train_step(grad_fn, optimizer)(state, torch.ones(1))[0]
+
+    model, ckpt = of_order("begun", "late"), ll.checkpoint_io(tmp_path)
+    state = updated(model, ll.init_state(model, optimizer), ["begun"])
+    ckpt.save(state)
+    expected = updated(model, state, ["begun", "late"])
+    model = of_order("late", "begun")
+    state = ckpt.restore(ll.init_state(model, optimizer), quiet=True)
+    state = updated(model, state, ["begun", "late"])
+    for name in ("begun", "late"):
+        assert torch.equal(state.params[name], expected.params[name])
