@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from collections import defaultdict
-from collections.abc import Callable, Collection, Container, Mapping
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -148,6 +150,15 @@ def graft(
         "ckpt.restore(ll.init_state(old_model, old_optimizer)), with the old model sharded as the new one is",
     )
     problems += _begun_in_part(new_indices, sources, {*begun})
+    for path in sources:
+        if path[-1] == "prev_flat_grad":  # of LBFGS: vectors of all parameters, one behind the other
+            (_, *where, _, _), (_, *old_where, _, _) = path, sources[path]
+            flat = [renaming.names[name] for name in _entry(new_state.opt_state, where)]
+            if flat != [*_entry(old_state.opt_state, old_where)]:
+                problems.append(
+                    f"{trees.dotted(path[:-1])} holds vectors of all parameters, one behind the other, and they are others, or "
+                    f"in another order, than in the old state: name {trees.dotted(path[:-3])} in fresh="
+                )
     taken = {*sources.values()}
     dropped = [path for path in old if path not in taken]
     carried_and_trained = {renaming.names[name] for name in kept_now if ("params", renaming.names[name]) in taken}
@@ -237,6 +248,10 @@ def _copies_of_weights(
             if not any(whole(leaves[path]).any() for path in weights):
                 unclear.update(weights)
     return copies, unclear
+
+
+def _entry(tree: Any, path: Sequence[Any]) -> Any:
+    return functools.reduce(operator.getitem, path, tree)
 
 
 def _begun_in_part(

@@ -418,11 +418,29 @@ def test_what_a_class_makes_as_a_whole_does_not_begin_in_part():
     assert [name for name, begun in grafted["started"].items() if not begun] == ["first.weight"]
 
 
+def test_vectors_of_all_parameters_are_carried_for_the_same_ones_in_the_same_order_alone():
+    """LBFGS keeps its history in vectors: with one layer frozen and another added they are as long as before."""
+    optimizer = ll.optimizer(torch.optim.LBFGS, lr=0.1, history_size=3, max_iter=2)
+    state = trained(Net(), optimizer)
+    changed = ll.init_state(Net(1, frozen=("second.weight", "second.bias"), extra=True), optimizer)
+    with pytest.raises(
+        ValueError, match=r"opt_state.LBFGS.state.first.weight holds vectors.*name opt_state.LBFGS in"
+    ):
+        ll.state.graft(state, changed, fresh=("extra.*",))
+    grafted = ll.state.graft(state, changed, fresh=("extra.*", "opt_state.LBFGS")).state
+    assert bits(grafted.opt_state) == bits(changed.opt_state)
+    renamed = ll.init_state(Net(1, names=("first", "another")), optimizer)
+    grafted = ll.state.graft(state, renamed, lambda name: name.replace("another", "second")).state
+    assert bits(grafted.opt_state["LBFGS"]["state"]["first.weight"]) == bits(
+        state.opt_state["LBFGS"]["state"]["first.weight"]
+    )
+
+
 def test_sharded_states_are_grafted_and_one_that_is_not_is_told_what_to_do(one_process):
-    def state_of(sharded):
-        torch.manual_seed(0)
+    def state_of(sharded, optimizer=ADAM, seed=0):
+        torch.manual_seed(seed)
         model = nn.Linear(4, 2)
-        return ll.init_state(fully_shard(model, mesh=init_device_mesh("cpu", (1,))) if sharded else model, ADAM)
+        return ll.init_state(fully_shard(model, mesh=init_device_mesh("cpu", (1,))) if sharded else model, optimizer)
 
     whole, sharded = state_of(False), state_of(True)
     for old, new in ((whole, sharded), (sharded, whole)):
@@ -430,6 +448,10 @@ def test_sharded_states_are_grafted_and_one_that_is_not_is_told_what_to_do(one_p
             ll.state.graft(old, new)
     grafted = ll.state.graft(sharded, state_of(True)).state
     assert grafted.params["weight"].full_tensor().equal(whole.params["weight"])
+    new = state_of(True, ll.chain(ADAM, ll.ema(0.9), slow_weights()), seed=1)
+    grafted = ll.state.graft(sharded, new, fresh=("opt_state.ema", "opt_state.slow")).state.opt_state
+    for copies in (grafted["ema"]["average"]["params"], grafted["slow"]):
+        assert copies["weight"].full_tensor().equal(whole.params["weight"])
     with pytest.raises(ValueError, match=r"weight is sharded.*ll\.grads\.reduce_gradients"):
         ll.optim.take_rows(ADAM, sharded, {"weight": torch.tensor([0])})
 
