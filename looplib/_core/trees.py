@@ -24,7 +24,7 @@ import copy
 import dataclasses
 import operator
 from collections import namedtuple
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -120,15 +120,6 @@ def pointer(path: Path) -> str:
 def dotted(path: Path) -> str:
     """A path with dots: `params.0.weight`."""
     return ".".join(map(str, path))
-
-
-def last_of(path: Sequence[Any], names: Container[Any]) -> Any:
-    """The last of these names in a path, or None: the parameter to which a leaf of an optimizer's state belongs.
-
-    >>> last_of(("opt_state", "partition", "bias", "Adam", "state", "weight", "exp_avg"), {"weight", "bias"})
-    'weight'
-    """
-    return next((name for name in reversed(path) if name in names), None)
 
 
 # ---- every leaf ----
