@@ -396,6 +396,18 @@ def test_parameters_with_the_names_of_moments_are_told_apart(name):
         assert rest[0] == rest[1]
 
 
+def test_a_label_that_is_the_name_of_its_parameter_is_renamed_with_it():
+    def state_of(*names):
+        model = nn.ParameterDict({name: torch.ones(2) for name in names})
+        return ll.init_state(model, ll.optim.partition(dict.fromkeys(names, ADAM), lambda name, _: name))
+
+    rename = {"centers": "means"}
+    grafted = ll.state.graft(state_of("means", "colors"), state_of("centers", "colors"), rename)
+    moment = "opt_state.partition.{0}.Adam.state.{0}.exp_avg"
+    assert grafted.carried[moment.format("centers")] == moment.format("means")
+    assert (grafted.fresh, grafted.dropped) == ([], [])
+
+
 def leaves_of(opt_state, name):
     """Leaves of the states of a class and of an average that belong to one parameter, or for None, to none."""
     (entry, *_), average = opt_state.values(), opt_state["ema"]

@@ -11,6 +11,7 @@ from looplib._core import trees
 
 # Trees by name: of a state, its averages, what a class keeps, and the sums of `every`.
 _TREES = {"params", "buffers", "state", "started", "sum"}
+_LISTS = {"groups", "hyperparameters"}  # of dicts, one for each group of parameters
 
 
 def name_indices(leaves: Mapping[trees.Path, Any], tensors: Mapping[str, Tensor]) -> dict[trees.Path, int]:
@@ -40,12 +41,11 @@ def name_indices(leaves: Mapping[trees.Path, Any], tensors: Mapping[str, Tensor]
 def _name_index(
     path: trees.Path, leaf: Any, keys: Mapping[trees.Path, set[Any]], tensors: Mapping[str, Tensor]
 ) -> int | None:
-    candidates = [index for index, key in enumerate(path) if key in tensors]
+    of_group = [index for index, key in enumerate(path[:-2]) if key in _LISTS and isinstance(path[index + 1], int)]
+    candidates = [index for index, key in enumerate(path) if key in tensors and index - 2 not in of_group]
     for index in candidates:
         if path[:index] and path[index - 1] in _TREES:
             return index
-    if "hyperparameters" in path:
-        return None
     # In the state of a user's part: a dict whose keys are all names, of those directly within each other the largest.
     by_name = [index for index in candidates if keys[path[:index]] <= tensors.keys()]
     if by_name:
