@@ -202,14 +202,97 @@ def test_a_run_may_begin_at_a_later_state():
 # Refusals
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+class Rounded(nn.Module):
+    """A conversion to half precision and back, of which autograd saves nothing."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.dtype = dtype
+
+    def forward(self, x):
+        return x.to(self.dtype).to(x.dtype)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow), torch.float8_e4m3fn]
+)
 def test_half_precision_is_refused_by_name(dtype):
-    run = Run(OPTIMIZERS["sgd"](), dtype=dtype)
-    with pytest.raises(ValueError, match=rf"state.params.*0.weight.* is in half precision \({dtype}\)"):
-        run.influence(4)
-    run = Run(OPTIMIZERS["sgd"](), ll.autocast(mean_with_gaps, dtype=torch.bfloat16), dtype=torch.float32)
-    with pytest.raises(ValueError, match=r"graph of the step is in half precision .*no autocast"):
-        run.influence(4)
+    run = Run(OPTIMIZERS["sgd"]())
+    weight = run.state.params["0.weight"].to(dtype)
+    halved = run.state.replace(params={**run.state.params, "0.weight": weight})
+    with pytest.raises(ValueError, match=r"state.params\['0.weight'\] is in half precision"):
+        sample_influence(run.step, halved, run.loader, run.loss_of_state, 4)
+    run.judge[1] = Rounded(dtype)
+    with pytest.raises(ValueError, match=rf"rounds to half precision \({dtype}\)"):
+        run.influence(1)
+
+    def rounded_loss(model, batch):
+        return mean_with_gaps(nn.Sequential(model, Rounded(dtype)), batch)
+
+    with pytest.raises(ValueError, match=rf"rounds to half precision \({dtype}\): use no autocast or .bfloat16()"):
+        Run(OPTIMIZERS["sgd"](), rounded_loss).influence(4)
+
+
+def test_autocast_and_muon_are_refused_by_name():
+    cast = Run(OPTIMIZERS["sgd"](), ll.autocast(mean_with_gaps, dtype=torch.bfloat16), dtype=torch.float32)
+    sgd, muon = ll.optimizer(torch.optim.SGD, lr=0.1), ll.optimizer(torch.optim.Muon, lr=0.01)
+    both = ll.optim.partition(
+        {"matrices": muon, "rest": sgd}, lambda name, tensor: "matrices" if tensor.ndim == 2 else "rest"
+    )
+    for run in (cast, Run(both)):
+        with pytest.raises(ValueError, match=r"no autocast.* and no optimizer that computes in it, as Muon does"):
+            run.influence(4)
+    run = Run(sgd)
+    run.loss_of_state = lambda state: run.judge.float()(run.held_out[0].float()).sum() * state.params["0.bias"].sum()
+    around = torch.autocast("cpu", torch.bfloat16)
+    with around, pytest.raises(ValueError, match=r"rounds to half precision \(torch.bfloat16\)"):
+        run.influence(1)
+
+
+@pytest.mark.slow
+def test_data_in_half_precision_are_no_rounding():
+    run = Run(OPTIMIZERS["sgd"]())
+    x, y = run.loader.dataset.tensors
+    halves = ll.make_loader(TensorDataset(x.half(), y), seed=2, batch_size=8)  # sixteenths, which it holds
+
+    def loss_of_halves(model, batch):
+        (x, y), weights = batch
+        return mean_with_gaps(model, ((x.flatten(1).double(), y), weights))
+
+    step = ll.make_train_step(ll.make_grad_fn(run.model, loss_of_halves), OPTIMIZERS["sgd"]())
+    gradients, _ = sample_influence(step, run.state, halves, run.loss_of_state, 4)
+    assert gradients.equal(run.influence(4)[0])
+
+
+class MovesLater(nn.Module):
+    """Adds the running mean of its inputs, which moves from the third step on."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.tensor(0))
+        self.register_buffer("mean", torch.zeros(64))
+
+    def forward(self, x):
+        self.mean.lerp_(x.mean(0).detach(), (self.count >= 2).to(x) / 2)
+        self.count += 1
+        return x + self.mean
+
+
+@pytest.mark.parametrize("steps", [3, *(pytest.param(steps, marks=pytest.mark.slow) for steps in (2, 11))])
+def test_a_buffer_that_moves_in_a_later_step_is_refused(steps):
+    run = Run(OPTIMIZERS["sgd"]())
+    run.model[2] = nn.Sequential()
+    model = nn.Sequential(MovesLater(), run.model).double()
+    run.step = ll.make_train_step(ll.make_grad_fn(model, mean_with_gaps), OPTIMIZERS["sgd"]())
+    run.state = ll.init_state(model, OPTIMIZERS["sgd"](), epoch_length=5)
+    x, y = run.held_out
+    judge = copy.deepcopy(model).eval()
+    run.loss_of_state = lambda state: cross_entropy(torch.func.functional_call(judge, state.params, x), y)
+    if steps == 2:
+        assert run.influence(steps)[0].count_nonzero() == 16  # the counter has no gradient, so it may move
+    else:
+        with pytest.raises(ValueError, match=r"update 3 moves buffers .*\['0.mean'\]"):
+            run.influence(steps)
 
 
 @pytest.mark.slow
@@ -228,7 +311,7 @@ def test_batch_norm_that_moves_is_refused_and_one_in_eval_mode_is_not():
             return cross_entropy(torch.func.functional_call(judge, {**state.params, **state.buffers}, x), y)
 
         if training:
-            with pytest.raises(ValueError, match=r"moves the buffers \['1.running_mean', '1.running_var'\]"):
+            with pytest.raises(ValueError, match=r"moves buffers .*: \['1.running_mean', '1.running_var'\]"):
                 sample_influence(step, state, loader, loss_of_state, 4)
         else:
             assert sample_influence(step, state, loader, loss_of_state, 4)[0].count_nonzero() == 12
@@ -248,7 +331,7 @@ def test_what_has_no_influences_is_refused():
         Run(OPTIMIZERS["sgd"](), unweighted).influence(3)
     with pytest.raises(ValueError, match="a scalar with a graph"):
         sample_influence(step, state, loader, lambda state: loss(state).detach(), 3)
-    with pytest.raises(ValueError, match="does not depend on its state"):
+    with pytest.raises(ValueError, match="a scalar with a graph to its state"):
         sample_influence(step, state, loader, lambda state: run.model[0].weight.sum(), 3)
     for other in (stream, pair, [1, 2]):
         with pytest.raises(TypeError, match=r"needs a loader of ll.make_loader over a dataset with indices"):
