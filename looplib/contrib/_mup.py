@@ -59,6 +59,15 @@ def mup(
     Adam and classes like it, and multiplied by r_out / r_in for SGD. The initial standard deviation of a hidden layer falls
     with the square root of r_in, that of a readout (whose outputs do not grow) with r_in, and all others stay.
 
+    **With groups of your own.** The first group that matches takes a parameter, with all its values: if `no_decay` comes
+    first, as in `groups=[no_decay, *scaling.groups]`, biases lose the rates that they have for SGD, and if it comes last, the
+    biases of the scaled groups are decayed. Write the scaled groups' own part first, and what is left last:
+
+    >>> is_vector = lambda name, tensor: tensor.ndim < 2
+    >>> both = lambda group: lambda name, tensor: is_vector(name, tensor) and group(name, tensor)
+    >>> vectors = [(both(group), {**values, "weight_decay": 0.0}) for group, values in scaling.groups]
+    >>> groups = [*vectors, *scaling.groups, (is_vector, {"weight_decay": 0.0})]
+
     The factors are those of a forward pass without multipliers, table 3 of the paper. The `mup` package has those of
     table 8, with a `MuReadout` layer; both train the same function, but for `eps`, which is compared with gradients of
     another scale there. Attention whose heads grow needs the scale 1 / d instead of 1 / sqrt(d), which is in your model.
@@ -74,8 +83,8 @@ def mup(
         initial: how the model's initial values depend on the width: "fan_in" for a standard deviation of 1 / sqrt(fan_in), as
             torch's layers draw weights and biases, or "constant", such as GPT-2's 0.02 (with biases that do not depend on it).
         sums_over: name -> the dimension over which the layer sums (its fan-in), or None if it sums over none, for
-            parameters that are not of a linear, convolution, embedding or normalization layer of torch's, and for transposed
-            convolutions in groups.
+            parameters that are not of a linear, convolution, embedding, recurrent or normalization layer of torch's, and for
+            transposed convolutions in groups.
 
     Raises:
         TypeError: `cls` is no class, or one for which no factors are known.
@@ -129,6 +138,7 @@ class _Layer(NamedTuple):
 
     torch draws the weight and the bias of a layer by the size of dimension 1 of the weight, also where a transposed
     convolution sums over another one. `drawn_by` is the name of this weight; None stands for the dimension of the sum.
+    All parameters of a recurrent layer are drawn by its hidden size, which is dimension 1 of one of its weights.
     """
 
     sums_over: int | None
@@ -141,6 +151,8 @@ def _dimensions(model: nn.Module, told: Mapping[str, int | None]) -> dict[str, _
     kinds: dict[str, set[str]] = defaultdict(set)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for module in model.modules():
+        if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
+            layers |= _recurrent(module, names)
         weight = names.get(id(getattr(module, "weight", None)))
         if weight is None or not isinstance(module, (nn.Embedding, *_SUMS)):
             continue
@@ -164,6 +176,16 @@ def _dimensions(model: nn.Module, told: Mapping[str, int | None]) -> dict[str, _
     check(not tied, f"{', '.join(tied)} is both an embedding and a readout, which need different rates: untie them")
     drawn_by = {name: layer.drawn_by for name, layer in layers.items()}
     return layers | {name: _Layer(dimension, drawn_by.get(name)) for name, dimension in told.items()}
+
+
+def _recurrent(module: nn.Module, names: Mapping[int, str]) -> dict[str, _Layer]:
+    """Facts of a recurrent layer's parameters. `weight_hr` is the projection of an LSTM, which has smaller `weight_hh`."""
+    full = {name: names[id(parameter)] for name, parameter in module.named_parameters(recurse=False)}
+    hidden = max((name for name in full if name.startswith(("weight_hh", "weight_hr"))), default="")
+    check(
+        hidden, f"{[*full.values()]} are of a recurrent layer whose weight_hh is parametrized: call mup before that"
+    )
+    return {name: _Layer(1 if short.startswith("weight") else None, full[hidden]) for short, name in full.items()}
 
 
 def _fans(

@@ -3,6 +3,7 @@
 import copy
 import importlib
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -230,6 +231,36 @@ def test_the_spread_of_transposed_convolutions_is_that_of_table_3():
         assert rate == pytest.approx(rates.get(name, growth)), name
 
 
+def recurrent(width):
+    """All of torch's recurrent layers, which draw each parameter by the hidden size."""
+    return nn.ModuleDict(
+        {
+            "rnn": nn.RNN(24, width),
+            "lstm": nn.LSTM(24, width, num_layers=2, bidirectional=True),
+            "gru": nn.GRU(width // 2, width, bias=False),
+            "narrow": nn.LSTM(24, width, proj_size=24),
+            "projected": nn.LSTM(width, width, proj_size=width // 2),
+            "of_many": nn.GRU(width, 24),
+            "rnn_cell": nn.RNNCell(24, width),
+            "lstm_cell": nn.LSTMCell(24, width),
+            "gru_cell": nn.GRUCell(width, width),
+        }
+    )
+
+
+def test_the_spread_of_recurrent_layers_is_that_of_table_3():
+    model, base, growth = recurrent(256), recurrent(64), 4
+    groups, scales = ll.contrib.mup(torch.optim.SGD, model, base, lr=1.0)
+    for (name, wide), narrow in zip(model.named_parameters(), base.parameters(), strict=True):
+        fan_in = narrow.shape[1] != wide.shape[1] if narrow.ndim == 2 else False
+        fan_out = narrow.shape[0] != wide.shape[0]
+        expected = {(True, True): growth**-0.5, (True, False): 1 / growth}.get((fan_in, fan_out), 1)
+        measured = scales[name] * wide.std() / narrow.std()
+        assert measured.item() == pytest.approx(expected, rel=0.25), name  # wrong ones are 2 or more times too far
+        rate = next((values["lr"] for predicate, values in groups if predicate(name, wide)), 1.0)
+        assert rate == pytest.approx((growth if fan_out else 1) / (growth if fan_in else 1)), name
+
+
 def test_schedules_and_weight_decay_are_scaled():
     groups, _ = ll.contrib.mup(
         torch.optim.AdamW, mlp(64), mlp(16), lr=lambda step: 0.1 / (1 + step), weight_decay=0.5
@@ -237,6 +268,25 @@ def test_schedules_and_weight_decay_are_scaled():
     [(_, values)] = groups
     assert values["lr"](1) == pytest.approx(0.1 / 2 / 4)
     assert values["weight_decay"] == 2.0
+
+
+def test_groups_without_decay_beside_those_of_mup():
+    """In the order of the docstring: zero gradients show the decay of each parameter, and ones its rate."""
+    model, growth, decay = mlp(64).double(), 4, 0.5
+    scaling = ll.contrib.mup(torch.optim.SGD, model, mlp(16), lr=0.1, weight_decay=decay)
+    names = {"scaling": scaling}
+    for line in re.findall(r">>> ((?:is_vector|both|vectors|groups) = .*)", ll.contrib.mup.__doc__):
+        exec(line, names)
+    sgd = ll.optimizer(torch.optim.SGD, lr=0.1, weight_decay=decay, groups=names["groups"])
+    state = ll.init_state(model, sgd)
+    for grad in (torch.zeros_like, torch.ones_like):
+        after, _ = ll.apply_gradients(sgd, state, {name: grad(tensor) for name, tensor in state.params.items()})
+        for name, weight in state.params.items():
+            fan_in = growth if name in ("2.weight", "4.weight") else 1
+            fan_out = 1 if name.startswith("4") else growth
+            rate = 0.1 * fan_out / fan_in
+            moved = 0.1 * decay * weight if weight.ndim == 2 else 0  # the product of rate and decay stays
+            torch.testing.assert_close(weight - after.params[name], moved + rate * grad(weight), rtol=0, atol=1e-12)
 
 
 def make_run(width, is_mup=True, cls=torch.optim.Adam, lr=0.01):
