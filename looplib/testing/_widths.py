@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from looplib._core import trees
 from looplib._core.checks import check, check_count, check_number
 from looplib.testing._compare import copied, fail
 from looplib.testing._surroundings import streams_kept
@@ -46,9 +48,14 @@ def assert_width_stable(
     In the standard parametrization, the updates of a wide layer add up over its many inputs, so activations grow with the
     width, and the best learning rate falls. A model for which this check passes can be tuned at a small width.
 
-    Each width is trained on the one batch from `seeds` different initial weights. In the forward pass after `steps` updates,
-    the mean absolute output of each module is recorded, averaged over the seeds, and the largest one of all widths is divided by
-    the smallest.
+    Each width is trained on the one batch from `seeds` different initial weights. Recorded are the mean absolute outputs of
+    each module after `steps` updates, and of their changes since the first forward pass, with the same dropout masks. Tensors
+    in tuples, dicts and other containers count each by itself. They are averaged over the seeds, and the largest of all
+    widths is divided by the smallest.
+
+    At a low learning rate or after few steps, activations are still those of the initial weights, and only their changes
+    show that updates grow with the width. A change below 100 roundings of the dtype is not compared, so in bfloat16, use a
+    rate and a number of steps after which activations have about doubled.
 
     Args:
         make_run: function from a width to the module, a train step that is not compiled, and the first state. torch is seeded
@@ -61,7 +68,7 @@ def assert_width_stable(
 
     Raises:
         AssertionError: the ratio is larger for a module. The message has the modules and their activations at each width.
-        ValueError: there are fewer than two widths, or no forward pass of the module was seen.
+        ValueError: there are fewer than two widths, or no forward pass of the module with a tensor in its output was seen.
 
     Source: the coordinate check of the `mup` package; "Tensor Programs V" (Yang et al., 2022), appendix D.1.
     """
@@ -80,7 +87,7 @@ def assert_width_stable(
         "no forward pass of the module was seen: give the module that the step calls, and a step that is not compiled",
     )
     unstable = [
-        f"{name or 'the output of the model'}: {_ratio(by_width):.2f}, with "
+        f"{name}: {_ratio(by_width):.2f}, with "
         + ", ".join(f"{size:.3g} at width {width}" for width, size in by_width.items())
         for name, by_width in sizes.items()
         if _ratio(by_width) > at_most
@@ -97,26 +104,43 @@ def assert_width_stable(
 def _activations(
     make_run: Callable[[], tuple[nn.Module, TrainStep, TrainState]], batch: Any, steps: int, seed: int
 ) -> dict[str, float]:
-    """Mean absolute outputs of the modules, by name, in the forward pass after these updates."""
+    """Mean absolute outputs of the modules after these updates, and of their changes, by name."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model, train_step, state = make_run()
-    sizes: dict[str, float] = {}
+    first: dict[str, Tensor] = {}
+    last: dict[str, Tensor] = {}
+    with streams_kept(state):
+        start, outputs = state.step, first
+        for number in range(steps + 1):
+            if number == steps:
+                state, outputs = state.replace(step=start), last  # with the draws of the first forward pass
+            with _recorded(model, outputs) if number in (0, steps) else nullcontext():
+                state, _ = train_step(state, copied(batch))
+    sizes = {name: output.abs().mean().item() for name, output in last.items()}
+    changes = {}
+    for name, output in last.items():
+        if name in first and first[name].shape == output.shape:  # else rows are routed by their values
+            change = (output - first[name]).abs().mean().item()
+            changes[f"change of {name}"] = max(change, 100 * torch.finfo(output.dtype).eps * sizes[name])
+    return sizes | changes
+
+
+@contextmanager
+def _recorded(model: nn.Module, outputs: dict[str, Tensor]) -> Iterator[None]:
+    """Put the tensors that modules return into a dict, by the names of the modules and the paths in their outputs."""
 
     def record(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        if isinstance(output, Tensor) and output.is_floating_point():
-            sizes[name] = output.detach().abs().mean().item()
+        for path, leaf in trees.leaves(output):
+            if isinstance(leaf, Tensor) and leaf.numel() and (leaf.is_floating_point() or leaf.is_complex()):
+                outputs[trees.python_path(path, name or "the output of the model")] = leaf.detach().clone()
 
-    with streams_kept(state):
-        for _ in range(steps):
-            state, _ = train_step(state, copied(batch))
-        hooks = [module.register_forward_hook(partial(record, name)) for name, module in model.named_modules()]
-        try:
-            train_step(state, copied(batch))
-        finally:
-            for hook in hooks:
-                hook.remove()
-    return sizes
+    hooks = [module.register_forward_hook(partial(record, name)) for name, module in model.named_modules()]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _ratio(sizes: dict[int, float]) -> float:

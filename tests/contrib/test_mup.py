@@ -6,6 +6,7 @@ import math
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -304,6 +305,76 @@ def test_activations_are_stable_with_mup_and_not_in_the_standard_parametrization
     testing.assert_width_stable(make_run, BATCH)
     with pytest.raises(AssertionError, match=r"activations depend on the width(?s:.*)4: .*at width 64.*at width 256"):
         testing.assert_width_stable(lambda width: make_run(width, is_mup=False), BATCH)
+
+
+@pytest.mark.parametrize(
+    ("cls", "lr"),
+    [
+        *((torch.optim.Adam, lr) for lr in (1e-3, 5e-4, 3e-5, 2e-3)),
+        *((torch.optim.SGD, lr) for lr in (1e-3, 0.1, 0.5)),
+    ],
+)
+def test_rates_of_all_sizes_tell_the_parametrizations_apart(cls, lr):
+    """Also where activations are still those of the initial weights: their changes are not."""
+    testing.assert_width_stable(partial(make_run, cls=cls, lr=lr), BATCH)
+    with pytest.raises(AssertionError, match=r"change of 4: .*at width 64.*at width 256"):
+        testing.assert_width_stable(partial(make_run, is_mup=False, cls=cls, lr=lr), BATCH)
+
+
+class Recorded(nn.Module):
+    """Returns containers, in which one tensor grows with the width. The loss of the model does not."""
+
+    def __init__(self, layers, factor):
+        super().__init__()
+        self.layers, self.factor = layers, factor
+
+    def forward(self, x):
+        logits = self.layers(x)
+        return {"logits": logits, "cache": (logits[:0], [logits * self.factor])}
+
+
+@pytest.mark.parametrize("in_layer", [True, False])
+def test_tensors_within_outputs_are_compared(in_layer):
+    def run(width, grows=True):
+        layers, _, _ = make_run(width)
+        model = Recorded(layers, width if grows else 1)
+        model = nn.Sequential(model, Logits()) if in_layer else model
+        sgd = ll.optimizer(torch.optim.SGD, lr=0.0)
+        grad_fn = ll.make_grad_fn(model, lambda model, batch: loss_fn(model if in_layer else logits_of(model), batch))
+        return model, ll.make_train_step(grad_fn, sgd), ll.init_state(model, sgd)
+
+    name = "0" if in_layer else "the output of the model"
+    testing.assert_width_stable(partial(run, grows=False), BATCH)
+    with pytest.raises(AssertionError, match=rf"{name}\['cache'\]\[1\]\[0\]: [34].*at width 64"):
+        testing.assert_width_stable(run, BATCH)
+
+
+class Logits(nn.Module):
+    def forward(self, outputs):
+        return outputs["logits"]
+
+
+def logits_of(model):
+    return lambda x: model(x)["logits"]
+
+
+@pytest.mark.slow
+def test_changes_are_those_under_the_same_dropout_masks():
+    """Other masks would change activations by as much at each width, and so hide what a low rate does."""
+
+    def run(width, is_mup):
+        model, *_ = make_run(width, is_mup, lr=3e-4)
+        model = nn.Sequential(*model[:4], nn.Dropout(0.5), model[4])
+        adam = ll.optimizer(torch.optim.Adam, lr=3e-4, groups=groups_of(model, is_mup))
+        return model, ll.make_train_step(ll.make_grad_fn(model, loss_fn), adam), ll.init_state(model, adam)
+
+    def groups_of(model, is_mup):
+        base = nn.Sequential(*mlp(64)[:4], nn.Dropout(0.5), mlp(64)[4])
+        return ll.contrib.mup(torch.optim.Adam, model, base, lr=3e-4).groups if is_mup else ()
+
+    testing.assert_width_stable(partial(run, is_mup=True), BATCH)
+    with pytest.raises(AssertionError, match="change of 5"):
+        testing.assert_width_stable(partial(run, is_mup=False), BATCH)
 
 
 @pytest.mark.parametrize("factor", [math.nan, math.inf])
