@@ -8,7 +8,7 @@ import cookbook
 import pytest
 import torch
 from ranks import be_rank, launch
-from torch import distributed
+from torch import distributed, nn
 from torch.multiprocessing import get_context
 from torch.utils.data import TensorDataset
 
@@ -54,7 +54,8 @@ def raw_rounds(names, ranks, rounds):
     return dict(model.named_parameters())
 
 
-def rounds_on_ranks():
+def rounds_on_ranks(folder):
+    os.chdir(folder)
     sent = []
     with ll.distributed.setup():
         names = names_in_float64()
@@ -76,6 +77,20 @@ def rounds_on_ranks():
         for name, weight in state.params.items():
             torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-12)
         assert (state.step, local.step) == (6, 30)
+        # Saved at its end, a run of four rounds continues with the next two.
+        ll.distributed.set_data_parallel_group(None)
+        exec(ROUNDS, names)
+        state, local = names["state"], names["local"]
+        for _ in range(2):
+            state, local = names["train_round"](state, local)
+        exec("state = ll.init_" + ROUNDS.partition("for _ in range(4):")[0].partition("state = ll.init_")[2], names)
+        assert names["local"].step == 20
+        again = names["state"], names["local"]
+        for _ in range(2):
+            again = names["train_round"](*again)
+        assert again[0].step == 6
+        assert not ll.debug.differences(state.replace(extra=None), again[0].replace(extra=None))
+        assert not ll.debug.differences(local, again[1])
         print("equal")
 
 
@@ -88,8 +103,70 @@ def counted(sent, name, call):
     return wrapped
 
 
-def test_rounds_are_those_of_a_raw_loop_and_send_the_weights_once():
-    assert launch(2, rounds_on_ranks).count("equal") == 2
+def test_rounds_are_those_of_a_raw_loop_and_send_the_weights_once_and_resume(tmp_path):
+    assert launch(2, rounds_on_ranks, str(tmp_path)).count("equal") == 2
+
+
+class InTwoPrecisions(nn.Module):
+    """A frozen layer, one in bfloat16, and one in float32."""
+
+    def __init__(self):
+        super().__init__()
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.low = nn.Linear(8, 16).bfloat16()
+        self.readout = nn.Linear(16, 3)
+
+    def forward(self, x):
+        return self.readout(self.low(self.frozen(x).bfloat16()).relu().float())
+
+
+def test_frozen_weights_and_two_precisions_keep_their_dtypes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    exec(cookbook.SETUP, names)
+    names["model"] = InTwoPrecisions()
+    names["grad_fn"] = ll.make_grad_fn(names["model"], names["loss_fn"])
+    first = {name: weight.detach().clone() for name, weight in names["model"].named_parameters()}
+    exec(ROUNDS.partition("for _ in range(4):")[0], names)
+    state, local = names["train_round"](names["state"], names["local"])
+    raw = {name: nn.Parameter(weight.clone()) for name, weight in first.items() if not name.startswith("frozen")}
+    outer = torch.optim.SGD(raw.values(), lr=0.7, momentum=0.9, nesterov=True)
+    for name, weight in raw.items():  # one rank: the mean is its own change
+        weight.grad = first[name] - local.params[name]
+    outer.step()
+    for name, weight in state.params.items():
+        assert weight.dtype == first[name].dtype
+        assert weight.equal(first[name]) == name.startswith("frozen")
+        torch.testing.assert_close(weight, raw.get(name, first[name]).detach())
+
+
+def test_a_process_that_comes_after_the_group_says_so():
+    names = {}
+    exec(cookbook.SETUP, names)
+    exec(RESTARTS.partition("def alone")[0], names)
+    store = distributed.HashStore()
+    store.add("3/here", 2)
+    store.set("3/size", "2")
+    with pytest.raises(
+        SystemExit, match=r"process 2 came after the 2 of the group: raise patience above 5.0 seconds"
+    ):
+        names["join"](store, 3, 5.0)
+
+
+def test_a_group_that_cannot_be_formed_is_not_destroyed():
+    names = {}
+    exec(cookbook.SETUP, names)
+    exec(RESTARTS.partition("def alone")[0], names)
+    calls = []
+
+    def join(*arguments):
+        calls.append(arguments)
+        raise RuntimeError("no group")
+
+    names["join"] = join
+    with pytest.raises(RuntimeError, match="no group"):
+        names["train_rounds"](None, ll.init_state(names["model"]), None, distributed.HashStore(), rounds=1)
+    assert len(calls) == 10  # attempts
 
 
 def one_of_three(port, number, folder):
@@ -141,6 +218,7 @@ def test_a_lost_rank_lets_the_others_begin_the_round_again(tmp_path):
     printed = "".join(path.read_text() for path in sorted((tmp_path / "printed").iterdir()))
     assert [process.exitcode for process in processes] == [0, -signal.SIGKILL, 0], printed
     assert printed.count("round 1 begins again") == 2
+    assert (printed.count("of 3 in group 0"), printed.count("of 2 in group 1")) == (3, 2)
     ends = []
     for number in (0, 2):
         counts, states, end = torch.load(tmp_path / str(number), weights_only=False)
