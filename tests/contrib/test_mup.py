@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.nn.utils.parametrizations import spectral_norm
 
 import looplib as ll
 from looplib import testing
@@ -452,6 +453,11 @@ def test_a_parameter_of_ones_own_is_asked_for():
             (torch.optim.Adam, nn.ConvTranspose1d(8, 8, 4, groups=2), nn.ConvTranspose1d(4, 4, 4, groups=2)),
             ValueError,
             r"in 2 groups: give sums_over=\{'weight': 0\}",
+        ),
+        (
+            (torch.optim.Adam, *(spectral_norm(nn.RNNCell(4, width), "weight_hh") for width in (8, 4))),
+            ValueError,
+            r"'weight_ih', .* of a recurrent layer whose weight_hh is parametrized",
         ),
     ],
 )
