@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable
+from itertools import product
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from looplib._core.checks import parts_of
+from looplib._core.copies import is_shared
 from looplib._core.mappings import stacked
 
 _PLACE, _FIRST, _SECOND = 0x1E3779B97F4A7C15, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15
@@ -26,12 +28,13 @@ def checksum(tensor: Tensor) -> Tensor:
     parts = parts_of(tensor)
     if len(parts) != 1 or parts[0] is not tensor:
         return checksum(stacked([checksum(part) for part in parts]))
-    data = bits_of(tensor.detach())
+    repeated = is_shared(tensor) and tensor[0].nbytes % 8 == 0  # by the members of a stack: one is copied, not all
+    data = bits_of((tensor[0] if repeated else tensor).detach())
     words = pad(data, (0, -data.numel() % 8)).view(torch.int64)  # a copy, which is aligned
     total = words.new_zeros(())
-    for begin in range(0, len(words), _CHUNK):
-        part = words[begin : begin + _CHUNK]
-        positions = torch.arange(begin, begin + len(part), device=words.device)
+    for number, begin in product(range(len(tensor) if repeated else 1), range(0, len(words), _CHUNK)):
+        part, first = words[begin : begin + _CHUNK], number * len(words) + begin
+        positions = torch.arange(first, first + len(part), device=words.device)
         total += _mixed(positions.mul_(_PLACE).add_(part)).sum()
     return total
 

@@ -29,7 +29,7 @@ from looplib._core.records import described
 from looplib._core.replicas import checksums_by_name, different
 from looplib.checkpoint._checkpoints import Checkpoint, Listing, Policy
 from looplib.checkpoint._directory import entries_of, new_entry, number_of, remove, write_entry
-from looplib.checkpoint._format import DamagedCheckpointError, counts_of, in_words, numbers_of
+from looplib.checkpoint._format import DamagedCheckpointError, counts_of, in_words, members_of, numbers_of
 from looplib.checkpoint._objects import changed_since, check_objects, load_objects, take
 from looplib.checkpoint._objects import counts_of as counts_of_objects
 from looplib.checkpoint._restore import load
@@ -154,7 +154,8 @@ def checkpoint_io(
     `safetensors.torch.load_file(path / "tensors.safetensors")["/params/NAME"]` of a state, `["/objects/model/NAME"]` of a
     module saved as "model". `manifest.json` has the dtype and
     shape of each tensor; dtypes that safetensors does not have are stored as bytes. A tensor that a state holds twice
-    is stored once and tied again by a restore. Tensors that overlap without being the same are refused. A state with
+    is stored once and tied again by a restore. A frozen parameter that the members of a stack share is stored once too, with
+    a first dimension of 1. Tensors that overlap without being the same are refused. A state with
     DTensors is in files `tensors-RANK.safetensors`, whose metadata say which part of a tensor each has. A restored tensor
     has the memory layout of the one that it replaces, such as `channels_last`. Nothing in a file is executed. Checksums
     find accidents; they do not protect from somebody who writes a false checkpoint.
@@ -553,7 +554,7 @@ class CheckpointIO:
             _warn_of_records(state.extra, scores)
         structure = structure_of(state.extra, ("extra",))
         trees, left_out = trees_to_save(state, self._select)
-        return self._parts(trees, first), {
+        return self._parts(trees, first, members_of(state.seed)), {
             "counts": counts_of(state),
             "metrics": mapped(described, scores),
             "made_with": self._settings.description(state),
@@ -588,9 +589,9 @@ class CheckpointIO:
             self._policy.check_scores(scores)
         return scores
 
-    def _parts(self, trees: Any, first: bool) -> Parts:
+    def _parts(self, trees: Any, first: bool, members: int = 1) -> Parts:
         """The tensors to write, copied if that is done in the background."""
-        parts = Parts(trees, first)
+        parts = Parts(trees, first, members)
         check(
             not (parts.sharded and is_alone()),
             "the state is sharded, and this rank holds a part of it: save it on all ranks together",

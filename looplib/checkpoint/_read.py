@@ -31,6 +31,7 @@ from looplib.checkpoint._format import (
     checksum,
     counts_in,
     decoded,
+    members_of,
     slices_of,
     words,
 )
@@ -117,9 +118,10 @@ class Reader:
         self.directory = directory
         with errors_as_damage(directory / MANIFEST):
             self.values = mapped(decoded, manifest["values"])
+            self._shared = {*manifest["shared"]}  # by all members of a stack, so that the first is all of it
+            self._members = members_of(counts_in(manifest)["seed"])
         self.tensors: dict[str, dict[str, Any]] = manifest["tensors"]
         self.ties: dict[str, str] = manifest["ties"]
-        self._shared = {*manifest["shared"]}  # by all members of a stack, so that the first is all of it
         self._written = manifest["files"]
         self._files: dict[str, memoryview] = {}
         self._chunks: dict[str, list[_Chunk]] = defaultdict(list)
@@ -153,10 +155,18 @@ class Reader:
         for leaf_path, tensor in self.tensors.items():
             shape, size = tensor["shape"], getattr(torch, tensor["dtype"]).itemsize
             sizes = all(n >= 0 for n in shape) and math.prod(max(n, 1) for n in shape) < 1 << 60  # as torch can count
-            fits = sizes and size_of(full_box(shape)) * size <= stored
+            fits = sizes and size_of(self._stored_box(leaf_path)) * size <= stored
             check(fits, f"its files have {stored} bytes, and {leaf_path} the shape {shape[:8]}")
+        for leaf_path in self._shared:
+            shape = self.tensors[leaf_path]["shape"]
+            check(shape[:1] == [self._members], f"{leaf_path} has the shape {shape[:8]}, for {self._members} members")
         unknown = [root for root in self.ties.values() if root not in self.tensors]
         check(not unknown, f"it ties leaves to {few(unknown)}, which it does not have")
+
+    def _stored_box(self, root: str) -> Box:
+        """The part of a tensor that the files have: the first member of what all members of a stack share."""
+        shape = self.tensors[root]["shape"]
+        return first_of(shape) if root in self._shared else full_box(shape)
 
     def root(self, path: str) -> str:
         """Path under which the tensor at a path is stored."""
@@ -171,9 +181,9 @@ class Reader:
         wanted: dict[str, tuple[Box, list[_Chunk]]] = {}
         with errors_as_damage(self.directory):  # as what the headers say is not verified yet
             for path, leaf in leaves.items():
-                if entry := self.tensors.get(root := self.root(path)):
-                    box = box_of(leaf) if isinstance(leaf, Tensor) else full_box(entry["shape"])
-                    box = first_of(entry["shape"]) if root in self._shared else box
+                if (root := self.root(path)) in self.tensors:
+                    is_whole = root in self._shared or not isinstance(leaf, Tensor)
+                    box = self._stored_box(root) if is_whole else box_of(leaf)
                     chunks = self._chunks[root]
                     same = [chunk for chunk in chunks if chunk.box == box]
                     wanted[path] = box, same[:1] or [chunk for chunk in chunks if size_of(common(box, chunk.box))]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from looplib._core import trees
 from looplib._core.checks import check, few
+from looplib._core.copies import is_shared
 from looplib._core.patterns import Patterns
 from looplib._core.ranks import is_sharded
 from looplib.checkpoint._read import Reader
@@ -85,7 +86,10 @@ def with_saved_shapes(
             not is_sharded(leaf),
             f"{trees.dotted(leaf_path)} is sharded, and keeps its shape: leave it out of resized=",
         )
-        return _empty(saved["shape"], leaf.dtype, leaf.device, leaf.requires_grad)
+        shape = saved["shape"]
+        if is_shared(leaf):  # by the members of a stack
+            return _empty(shape[1:], leaf.dtype, leaf.device, leaf.requires_grad).expand(shape)
+        return _empty(shape, leaf.dtype, leaf.device, leaf.requires_grad)
 
     def grown(node: Any, saved: Any, node_path: Path) -> Any:
         is_window = isinstance(node, Window) and isinstance(saved, Mapping) and Window.__name__ in saved

@@ -39,7 +39,8 @@ _SAFETENSORS = {
 class Parts:
     """A tree split into what its files hold.
 
-    Raises TypeError, with the path, for a leaf that a checkpoint cannot store, and ValueError for two that overlap.
+    Raises TypeError, with the path, for a leaf that a checkpoint cannot store, and ValueError for two that overlap. The tree is
+    that of a stack if there are several members.
 
     Attributes:
         values: the plain values, as in the manifest.
@@ -51,7 +52,7 @@ class Parts:
         boxes: which parts those of DTensors are.
     """
 
-    def __init__(self, tree: Any, first: bool) -> None:
+    def __init__(self, tree: Any, first: bool, members: int = 1) -> None:
         leaves = leaves_of(tree)
         self.values = {path: encoded(path, leaf) for path, leaf in leaves.items() if not isinstance(leaf, Tensor)}
         tensors = without(leaves, self.values)
@@ -61,7 +62,7 @@ class Parts:
         roots = same_memory(without(tensors, self.sharded))
         self.ties = {path: root for path, root in roots.items() if path != root}
         stored = without(tensors, self.ties)
-        self.shared = [path for path, leaf in stored.items() if _is_shared(path, leaf)]
+        self.shared = [path for path, leaf in stored.items() if members > 1 and _is_shared(path, leaf)]
         self.about = mapped(about, stored)
         self.data = {path: words(local(leaf)) for path, leaf in stored.items() if is_written_here(leaf, first)}
         self.boxes = {

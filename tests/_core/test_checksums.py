@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shared import examples
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from looplib._core import checksums
 from looplib._core.checksums import checksum
@@ -47,3 +48,28 @@ def test_the_value_is_that_of_integers_for_all_strides(dtype):
         for view in (tensor, tensor.t() if tensor.dim() == 2 else tensor, tensor[..., ::2] if shape else tensor):
             content = bytes(view.clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8).tolist())
             assert checksum(view).item() == by_hand(content)
+
+
+class Largest(TorchDispatchMode):
+    """The bytes of the largest result that has memory of its own."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **kwargs or {})
+        if isinstance(out, torch.Tensor):
+            self.bytes = max(self.bytes, out.untyped_storage().nbytes())
+        return out
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_the_members_of_a_stack_share_has_the_value_of_copies_in_the_memory_of_one(dtype):
+    for shape in ((), (3,), (0,), (8,), (6, 4)):
+        row = (torch.randn(shape) * 3).to(dtype)
+        for members in (2, 9):
+            copies = row.expand(members, *shape).clone(memory_format=torch.contiguous_format)
+            with Largest() as largest:
+                assert checksum(row.expand(members, *shape)) == checksum(copies.clone())
+                largest.bytes = 0
+                checksum(row.expand(members, *shape))
+            assert row.nbytes % 8 or largest.bytes <= max(row.nbytes, 8)

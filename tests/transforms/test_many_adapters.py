@@ -1,12 +1,17 @@
 """Many adapters on one frozen base in one step: against loops of torch and peft, one for each, and the bytes of one base."""
 
 import copy
+import json
+import os
 import warnings
 
 import peft
 import pytest
+import safetensors.torch
 import torch
 import transformers
+from files import DATA, damage, forged, forged_header, same
+from ranks import launch
 from shared import equal
 from torch import nn
 
@@ -137,6 +142,116 @@ def test_each_member_follows_its_own_run_in_the_memory_of_one_base(way, steps, t
             assert found.requires_grad == tensor.requires_grad
         frozen = {name: tensor for name, tensor in model.named_parameters() if not tensor.requires_grad}
         assert equal({name: member.params[name] for name in frozen}, frozen)
+
+
+# Checkpoints of a base that is larger than everything else
+
+
+def mostly_base(model, members=8, lr=0.1):
+    """A stack whose base, once for each member, is larger than its checkpoint."""
+    start = ll.init_state(model, adamw(lr))
+    stack = stack_states([ll.state.fold_in(start, number) for number in range(members)])
+    random = {n: torch.randn_like(t).requires_grad_() for n, t in stack.params.items() if t.requires_grad}
+    return stack.replace(params={**stack.params, **random}, step=1)
+
+
+def wide(seed=0):
+    torch.manual_seed(seed)
+    return Adapted(width=96)
+
+
+def only_trained(name, tensor):
+    return tensor.requires_grad
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    "options", [{}, {"asynchronous": True}, {"select": only_trained}], ids=["", "async", "select"]
+)
+@pytest.mark.parametrize("members", [2, 3, 16])
+def test_a_stack_comes_back_from_a_file_smaller_than_its_base_for_each_member(tmp_path, members, options):
+    model = wide()
+    stack, ckpt = mostly_base(model, members), ll.checkpoint_io(tmp_path, **options)
+    ckpt.save(stack)
+    ckpt.wait()
+    assert members < 3 or size(stack.params["first.weight"]) > ckpt.latest().bytes
+    base = copy.deepcopy(model)
+    if "select" not in options:  # which takes the base from the state
+        base = wide(seed=1)
+        base.a, base.b = model.a, model.b
+    found = ckpt.restore(mostly_base(base, members))
+    assert same(found, stack)
+    assert held(found) == held(stack)
+
+
+def test_safetensors_reads_the_shared_base_as_one(tmp_path):
+    stack = mostly_base(wide())
+    path = ll.checkpoint_io(tmp_path).save(stack)
+    found = safetensors.torch.load_file(path / DATA)
+    for name, tensor in stack.params.items():
+        expected = tensor if tensor.requires_grad else tensor[:1]
+        assert torch.equal(found[f"/params/{name}"], expected.detach())
+
+
+def of_shape(*shape):
+    return lambda path: forged(path, lambda m: m["tensors"]["/params/first.weight"].update(shape=shape))
+
+
+def in_header(box, shape):
+    def change(header):
+        header["__metadata__"]["/params/first.weight"] = json.dumps(box)
+        header["/params/first.weight"]["shape"] = shape
+
+    return lambda path: forged_header(path / DATA, change)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize(
+    "harm",
+    [
+        damage,
+        lambda path: os.truncate(path / DATA, (path / DATA).stat().st_size - 4),
+        of_shape(8, 2**20, 2**20),
+        of_shape(2**40, 96, 96),
+        of_shape(9, 96, 96),
+        of_shape(),
+        in_header([[0, 1], [0, 95], [0, 96]], [1, 95, 96]),
+        in_header([[1, 2], [0, 96], [0, 96]], [1, 96, 96]),
+        lambda path: forged(path, lambda m: m.update(shared=["/params/none"])),
+        lambda path: forged(path, lambda m: m.update(shared=5)),
+    ],
+)
+def test_damage_of_a_shared_base_is_found(tmp_path, harm):
+    ckpt, stack = ll.checkpoint_io(tmp_path), mostly_base(wide())
+    ckpt.save(stack)
+    harm(ckpt.save(stack.replace(step=2)))
+    with pytest.warns(UserWarning, match=r"step-00000002.* (damaged|do not have all of /params/first.weight)"):
+        found = ll.checkpoint_io(tmp_path).restore(mostly_base(wide()))
+    assert found.step == 1
+    assert equal(found.params, stack.params)
+
+
+def test_a_shared_base_of_another_shape_stays_shared(tmp_path):
+    ckpt, stack = ll.checkpoint_io(tmp_path), mostly_base(wide())
+    ckpt.save(stack)
+    found = ckpt.restore(mostly_base(Adapted(width=80)), resized=("params.*", "buffers.*"))
+    assert equal(found.params, stack.params)
+    assert held(found.params) == held(stack.params)
+
+
+def on_ranks(folder):
+    torch.distributed.init_process_group("gloo")
+    stack, ckpt = mostly_base(wide()), ll.checkpoint_io(folder)
+    ckpt.save(stack)
+    found = ckpt.restore(mostly_base(wide()))
+    assert equal(found.params, stack.params)
+    assert held(found) == held(stack)
+
+
+@pytest.mark.slow
+def test_two_ranks_save_and_restore_one_stack_that_one_process_reads(tmp_path):
+    launch(2, on_ranks, tmp_path)
+    assert same(ll.checkpoint_io(tmp_path).restore(mostly_base(wide(seed=1))), mostly_base(wide()))
 
 
 # What is shared, and what is not
