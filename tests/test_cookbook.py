@@ -332,9 +332,13 @@ def logged_in_front_of_clipping():
 
 
 def guarded(names):
-    """True if the guard fails for a run with another learning rate, and names the first step."""
+    """True if the guard fails for a run with another learning rate, or with other steps, and names the first step."""
     golden = ll.debug.read_fingerprints("golden.jsonl")
     changed = ll.debug.first_difference(golden, names["golden_run"]("changed.jsonl", lr=2e-2))
+    for run in ({step: golden[step] for step in (4, 8)}, {**golden, 20: golden[16]}):
+        names["golden_run"] = lambda path, run=run: run
+        with pytest.raises(AssertionError):
+            names["test_the_golden_run"](Path())
     return sorted(golden) == [4, 8, 12, 16] and (changed.equal, changed.different) == (None, 4)
 
 

@@ -168,7 +168,8 @@ def first_difference(
     >>> found.equal, found.different, found.leaves[0].path
     (7, 8, '/params/weight')
 
-    The steps that both mappings have are compared one after another. If only every hundredth state was kept, replay the
+    The steps that both mappings have are compared one after another; if one run has steps that the other lacks, as it ended
+    earlier, compare `one.keys()` and `other.keys()` too. If only every hundredth state was kept, replay the
     steps between the last equal states and the first different ones, and compare each: the differences of two
     `Replayed` steps come in the order in which they arise (batch, loss, gradients, update), so the first one shows the
     cause.

@@ -113,8 +113,9 @@ def read_fingerprints(path: str | os.PathLike[str]) -> dict[int, dict[str, str]]
     >>> read_fingerprints(path)
     {0: {'/x': '0.0'}, 10: {'/x': '1.0'}}
 
-    Other rows of the log are skipped. If the run went back to an earlier step, its previous rows beyond that step are
-    left out.
+    Rows of one step that have different leaves, such as those of a state and of a batch, are read as one. Other rows of the
+    log are skipped. If the run went back to a step, and logs the same leaves or after later ones, its previous rows from that
+    step on are left out.
 
     Args:
         path: path of the log.
@@ -125,6 +126,9 @@ def read_fingerprints(path: str | os.PathLike[str]) -> dict[int, dict[str, str]]
     by_step: dict[int, dict[str, str]] = {}
     for row in read_jsonl(path):
         if hashes := {name: str(value) for name, value in row.items() if name.startswith("/")}:
+            # A leaf that is there already, or a later step, shows that the run went back to this one.
+            before = by_step.get(row["step"], {})
+            went_back = before.keys() & hashes.keys() or any(step > row["step"] for step in by_step)
             by_step = {step: kept for step, kept in by_step.items() if step < row["step"]}
-            by_step[row["step"]] = hashes
+            by_step[row["step"]] = hashes if went_back else {**before, **hashes}
     return by_step

@@ -308,6 +308,23 @@ def test_fingerprints_come_back_from_a_log_with_other_rows_and_a_run_that_went_b
     assert read_fingerprints(path) == dict(enumerate(expected))
 
 
+def test_rows_of_one_step_are_read_as_one_until_the_run_goes_back(tmp_path):
+    log = ll.jsonl(path := tmp_path / "prints.jsonl")
+    rows = [(4, "a", 1), (4, "b", 2), (8, "a", 3), (8, "b", 4), (12, "a", 5)]
+
+    def read_after(*more):
+        for step, leaf, value in more:
+            log(ll.TrainState(step=step), fingerprint({leaf: value}))
+        return read_fingerprints(path)
+
+    expected = {4: {"/a": "1", "/b": "2"}, 8: {"/a": "3", "/b": "4"}, 12: {"/a": "5"}}
+    assert read_after(*rows) == expected
+    assert read_after((8, "c", 6)) == {4: expected[4], 8: {"/c": "6"}}  # after step 12: a restart
+    assert read_after((8, "b", 7)) == {4: expected[4], 8: {"/b": "7", "/c": "6"}}
+    assert read_after((8, "b", 8)) == {4: expected[4], 8: {"/b": "8"}}  # again: a restart
+    assert read_after((4, "a", 9), (4, "b", 10)) == {4: {"/a": "9", "/b": "10"}}
+
+
 values = st.sampled_from([0.0, -0.0, 1.0, 1.0 + 1e-6, 1.1, -1.0, math.nan, math.inf, -math.inf, 1e300])
 
 
