@@ -215,6 +215,33 @@ def test_at_every_moment_of_a_step_the_variable_holds_the_state_before_or_the_re
     assert moment > 200
 
 
+@pytest.mark.parametrize("stride", [97, pytest.param(1, marks=pytest.mark.large)])
+@both
+def test_at_every_moment_of_a_step_that_runs_twice_the_state_is_complete_and_the_run_continues(
+    donate, stride, monkeypatch
+):
+    monkeypatch.setattr(threading, "Timer", Later)
+    parts = Parts(donate)
+    step = ll.debug.run_twice(parts.step, every=1)
+    start, _ = parts.step(parts.state, parts.batches[0])
+    start = ll.copy_state(start)
+    wanted = record(start), record(parts.step(ll.copy_state(start), parts.batches[1])[0])
+    for moment in itertools.count(1, stride):
+        state, profile = ll.bind(parts.model, start), at_moment(moment, press)
+        try:
+            with profiled(profile):
+                state, _ = step(state, parts.batches[1])
+            if profile.seen < moment:
+                break
+            assert settle()  # else the signal was lost
+            assert record(state) == wanted[1]
+        except KeyboardInterrupt:
+            assert record(state) in wanted
+            if record(state) == wanted[0]:
+                assert record(step(state, parts.batches[1])[0]) == wanted[1]
+    assert moment > 500
+
+
 @pytest.mark.parametrize("every", [29, pytest.param(1, marks=pytest.mark.large)])
 @both
 def test_every_moment_of_a_loop_over_a_loader(donate, every, monkeypatch):

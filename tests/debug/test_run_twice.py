@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -179,6 +180,74 @@ def test_a_pure_state_can_be_used_after_an_error():
     assert raw_bits(start) == before
     strike.at = None
     assert train_step(start, batches[0])[0].step == start.step + 1
+
+
+class Interrupted(nn.Module):
+    """Raises in one of its passes, as Ctrl-C does, and counts its calls in a buffer of its own."""
+
+    def __init__(self, at):
+        super().__init__()
+        self.linear, self.passes, self.at = nn.Linear(4, 4), 0, at
+        self.register_buffer("calls", torch.tensor(0))
+
+    def forward(self, x):
+        self.passes += 1
+        self.calls = self.calls + 1
+        if self.passes == self.at:
+            raise KeyboardInterrupt
+        return self.linear(x)
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("donate", [True, False])
+@pytest.mark.parametrize("at", [3, 4, 5, 6])
+def test_ctrl_c_in_either_pass_leaves_a_state_that_can_be_saved_and_continues(tmp_path, donate, at):
+    optimizer = ll.chain(ll.optimizer(torch.optim.AdamW, lr=0.1), ll.ema(0.9))
+    batches = torch.randn(4, 6, 4, generator=torch.Generator().manual_seed(0))
+
+    def made(at):
+        torch.manual_seed(0)
+        model = Interrupted(at)
+        grad_fn = ll.make_grad_fn(model, lambda model, x: (model(x) - x).square().mean())
+        return ll.make_train_step(grad_fn, optimizer, donate=donate), ll.init_state(model, optimizer)
+
+    plain_step, state = made(at=0)
+    plain = [ll.copy_state(state)] + [ll.copy_state(state := plain_step(state, x)[0]) for x in batches]
+    inner, state = made(at)
+    step, ckpt = ll.debug.run_twice(inner, every=1), ll.checkpoint_io(tmp_path)
+    with suppress(KeyboardInterrupt):
+        for x in batches:
+            state, _ = step(state, x)
+    assert state.step == (at - 1) // 2
+    assert not ll.debug.differences(state, plain[state.step])
+    ckpt.save(state)
+    assert not ll.debug.differences(ckpt.restore(ll.copy_state(state)), plain[state.step])
+    for x in batches[state.step :]:
+        state, _ = step(state, x)
+    assert not ll.debug.differences(state, plain[-1])
+
+
+@pytest.mark.every_case
+@pytest.mark.parametrize("donate", [True, False])
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_flip_in_what_the_members_of_a_stack_share_is_found(donate, number):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 3))
+    optimizer = ll.optimizer(torch.optim.AdamW, lr=0.1)
+    grad_fn = ll.make_grad_fn(model, lambda model, x: model(x).square().mean())
+    inner, runs = ll.vmap_step(ll.make_train_step(grad_fn, optimizer, donate=donate)), Counter()
+
+    def struck(state, batch):
+        if (state.step, runs[state.step]) == (1, number):
+            flip(state.params["0.weight"][0], 20)
+        runs[state.step] += 1
+        return inner(state, batch)
+
+    members = [ll.init_state(model, optimizer, seed=seed) for seed in range(3)]
+    state, step = ll.transforms.stack_states(members), ll.debug.run_twice(struck, every=1)
+    state, _ = step(state, torch.ones(5, 4))
+    with pytest.raises(ll.debug.CorruptionError, match=r"/params/0\.weight: 3 of 48 numbers"):
+        step(state, torch.ones(5, 4))
 
 
 def test_without_checksums_a_gradient_whose_flip_is_rounded_away_leaves_the_same_bits():
