@@ -23,7 +23,7 @@ from looplib._core.mappings import fields_of, mapped, subset, without
 from looplib._core.modules import check_materialized
 from looplib._core.ranks import is_sharded, local
 from looplib._core.trees import map_leaves
-from looplib.checkpoint._format import WEIGHTS, about, in_words, leaves_of, trees_of, words
+from looplib.checkpoint._format import WEIGHTS, about, counts_in, in_words, leaves_of, trees_of, words
 from looplib.checkpoint._read import Reader, read_manifest
 from looplib.checkpoint._settings import Settings, check_left_out
 from looplib.checkpoint._structure import with_saved_shapes
@@ -53,6 +53,7 @@ def load(
     objects = manifest.get("objects", {})
     advice = f"give ckpt.restore(...) a mapping of the objects {few(objects)}"
     check(not objects, f"{path} was saved from objects by name and not from a state: {advice}")
+    _check_members(path, counts_in(manifest)["seed"], template.seed)
     reader, structure = Reader(path, manifest), manifest["structure"]
     template = with_saved_shapes(template, structure, reader, resized, weights_only)
     tree = trees_of(template)
@@ -79,6 +80,21 @@ def load(
         return TrainState(**{**dict.fromkeys(TREES), **trees, **counts}, run=run)
 
     return functools.partial(_write_over, writes, restored) if writes else restored, manifest["crc32"], warning, line
+
+
+def _check_members(path: Path, saved: Any, here: Any) -> None:
+    """Raise ValueError for a stack of another number of members than the saved one, or for a state in place of a stack."""
+    before, now = (
+        f"a stack of {len(seed)} members" if isinstance(seed, tuple) else "no stack" for seed in (saved, here)
+    )
+    advice = (
+        f"Restore into a stack of {len(saved)}, made as before, and choose among its members, or stack others with them, "
+        "afterwards: ll.transforms.unstack_states and stack_states"
+        if isinstance(saved, tuple)
+        else "Restore into one state, and stack that afterwards: ll.transforms.stack_states([ll.state.fold_in(state, number) "
+        "for number in range(4)])"
+    )
+    check(before == now, f"{path} was saved from {before}, and the state to restore into is {now}. {advice}")
 
 
 def _is_chosen(leaf_path: str, weights_only: bool) -> bool:

@@ -215,7 +215,9 @@ def test_at_every_moment_of_a_step_the_variable_holds_the_state_before_or_the_re
     assert moment > 200
 
 
-@pytest.mark.parametrize("stride", [97, pytest.param(1, marks=pytest.mark.large)])
+@pytest.mark.parametrize(
+    "stride", [997, pytest.param(97, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.large)]
+)
 @both
 def test_at_every_moment_of_a_step_that_runs_twice_the_state_is_complete_and_the_run_continues(
     donate, stride, monkeypatch

@@ -239,6 +239,21 @@ def test_a_shared_base_of_another_shape_stays_shared(tmp_path):
     assert held(found.params) == held(stack.params)
 
 
+@pytest.mark.every_case
+@pytest.mark.parametrize("options", [{}, {"select": only_trained}], ids=["all", "select"])
+def test_another_number_of_members_is_named(tmp_path, options):
+    model = wide()
+    state = ll.init_state(model, adamw(0.1)).replace(step=1)
+    saved = {"a stack of 2 members": mostly_base(model, 2), "no stack": state}
+    for title, tree in saved.items():
+        ckpt = ll.checkpoint_io(tmp_path / title, **options)
+        ckpt.save(tree)
+        others = {"a stack of 3 members": mostly_base(model, 3), **{key: saved[key] for key in saved if key != title}}
+        for other, template in others.items():
+            with pytest.raises(ValueError, match=f"was saved from {title}, and the state to restore into is {other}"):
+                ckpt.restore(template)
+
+
 def on_ranks(folder):
     torch.distributed.init_process_group("gloo")
     stack, ckpt = mostly_base(wide()), ll.checkpoint_io(folder)
@@ -299,6 +314,17 @@ def test_a_base_that_is_not_frozen_is_copied_for_each_member():
     assert stack.params["last.weight"].stride(0) == 0
     alone = stack_states([ll.init_state(model)])
     assert held(alone) == size(alone)
+
+
+def test_a_constant_is_held_once_as_a_frozen_parameter_and_for_each_member_as_a_buffer():
+    model, mask = nn.Linear(2, 2), torch.ones(64, 64, dtype=torch.int64).tril()
+    before = held(stack_states([ll.init_state(model, seed=seed) for seed in range(8)]))
+    model.register_buffer("mask", mask)
+    as_buffer = held(stack_states([ll.init_state(model, seed=seed) for seed in range(8)]))
+    del model.mask
+    model.mask = nn.Parameter(mask, requires_grad=False)
+    as_parameter = held(stack_states([ll.init_state(model, seed=seed) for seed in range(8)]))
+    assert (as_buffer - before, as_parameter - before) == (8 * mask.nbytes, mask.nbytes)
 
 
 @pytest.mark.slow
