@@ -126,7 +126,8 @@ def runs_again(function: Any) -> bool:
 
 def _saved_by(function: Any) -> Iterator[Any]:
     """What autograd has saved for a function, without the hooks that would compute it again."""
-    for name in _names_of_saved(type(function)):
+    kind: Any = type(function)
+    for name in _names_of_saved(kind):
         try:
             saved = getattr(function, name)
         except RuntimeError:  # freed by a backward pass within the forward pass

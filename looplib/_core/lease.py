@@ -156,23 +156,6 @@ def overwritten(record: Leased, trees: Iterable[Any]) -> Lease | None:
     return None
 
 
-def spent_by(state: Any) -> Lease | None:
-    """The lease of the run that has written over what a step of this state writes, or None if it can still be read."""
-    lease: Lease | None = state._lease
-    if lease is not None and lease.written > state._at:
-        return lease
-    return overwritten(state, (state._params, state._buffers, state._opt_state))
-
-
-def renew(state: Any, writer: str, written: Iterable[Tensor]) -> None:
-    """Let a spent state be read again, after its values were put back into these tensors. All others of them are spent."""
-    lease = lease_over(writer, written)
-    lease.write()
-    lease.step = state.step
-    _set_lease(state, None)  # the next step takes one over all that it writes
-    _set_time(state, lease.written)
-
-
 # Reading a state
 
 

@@ -9,15 +9,12 @@ import torch
 from torch import Tensor
 
 from looplib._core import interrupts as _interrupts
-from looplib._core import lease
-from looplib._core.checks import check, check_count, few, parts_of
+from looplib._core.checks import check, check_count, few
 from looplib._core.checksums import checksum
 from looplib._core.collective import together
 from looplib._core.mappings import mapped
-from looplib._core.ranks import any_sharded, local
+from looplib._core.ranks import any_sharded
 from looplib._core.records import check_kind, with_repr
-from looplib._core.torch_private import pytree
-from looplib._core.trees import map_leaves
 from looplib.debug._differences import LeafDifference, differences
 from looplib.debug._fingerprint import same_bits
 from looplib.optim import part
@@ -85,8 +82,8 @@ def run_twice(train_step: TrainStep, *, every: int = 100) -> TrainStep:
     A checked step takes the time of two, and the memory of two more states. Others cost nothing. Donated steps run
     both times on the tensors of the state, so modules in DDP and FSDP2 work too.
 
-    **Interrupts.** Ctrl-C in a checked step leaves the state complete, as in any other (`make_train_step`): if it comes after
-    the first of two donated runs, the state gets its values back, as before the step.
+    **Interrupts.** Ctrl-C waits for the end of a checked step, and a second one does not. If the second of two donated runs
+    fails, the state is spent.
 
     Args:
         train_step: from `make_train_step`, donated or not, or a function of your own around one.
@@ -105,84 +102,41 @@ def run_twice(train_step: TrainStep, *, every: int = 100) -> TrainStep:
         if state.step % every:
             return train_step(state, batch)
         _interrupts.install()
-        start = copy_state(state)
-        pairs = _pairs(state, start)
+        _interrupts.waits.depth += 1  # the first of two donated runs spends the state, and its result is not returned
         try:
-            after, metrics, leaves = _both(train_step, state, start, pairs, batch)
-            _interrupts.waits.depth += 1
-        except BaseException:
-            _interrupts.waits.depth += 1
-            try:
-                _take_back(state, pairs)
-            finally:
-                _interrupts.waits.depth -= 1
-            raise
-        try:
-            del start, pairs  # freed while signals wait, and not with this frame
+            start = copy_state(state)
+            after, metrics = train_step(state, batch)
+            first = copy_state(after)
+            # The tensors of a donated state are the module's own.
+            _put_back({**after.params, **after.buffers}, {**start.params, **start.buffers})
+            again, again_metrics = train_step(start.replace(params=after.params, buffers=after.buffers), batch)
+            differing = differences({"metrics": metrics}, {"metrics": again_metrics}) + differences(first, again)
+            differing.sort(
+                key=lambda leaf: not leaf.path.startswith(f"/opt_state/{_NAME}/")
+            )  # where it began comes first
+            leaves = {rank: leaves for rank, leaves in enumerate(together().gather(differing)) if leaves}
+            del start, after, first  # freed while signals wait
             _interrupts.look()
         finally:
             _interrupts.waits.depth -= 1
         if leaves:
             raise CorruptionError(state.step, leaves)
-        return after, metrics
+        return again, again_metrics
 
     return with_repr(checked_step, run_twice, train_step, every=every)
 
 
-Pairs = list[tuple[Tensor, Tensor]]  # a tensor of a state, and the same of its copy
-
-
-def _pairs(state: TrainState, start: TrainState) -> Pairs:
-    """All tensors that a step of a state may write, with those of its copy."""
-    leaves = (pytree.tree_leaves([of.params, of.buffers, of.opt_state]) for of in (state, start))
-    return [(leaf, copy) for leaf, copy in zip(*leaves, strict=True) if isinstance(leaf, Tensor)]
-
-
-def _both(
-    train_step: TrainStep, state: TrainState, start: TrainState, pairs: Pairs, batch: Any
-) -> tuple[TrainState, dict[str, Metric], dict[int, list[LeafDifference]]]:
-    """Both runs of a step: the state and the metrics of the second one, and by rank what differs from the first."""
-    # In containers of its own: an update may put new tensors into those that it is given.
-    after, metrics = train_step(state.replace(opt_state=map_leaves(lambda leaf: leaf, state.opt_state)), batch)
-    first = copy_state(after)
-    _interrupts.waits.depth += 1
-    try:
-        if not _take_back(
-            state, pairs
-        ):  # a pure step, whose second run is on a copy; parameters may be the module's own
-            state = start.replace(params=after.params, buffers=after.buffers)
-            _put_back(_pairs(state, start))
-    finally:
-        _interrupts.waits.depth -= 1
-    again, again_metrics = train_step(state, batch)
-    differing = differences({"metrics": metrics}, {"metrics": again_metrics}) + differences(first, again)
-    differing.sort(key=lambda leaf: not leaf.path.startswith(f"/opt_state/{_NAME}/"))  # where it began comes first
-    return again, again_metrics, {rank: leaves for rank, leaves in enumerate(together().gather(differing)) if leaves}
-
-
-def _take_back(state: TrainState, pairs: Pairs) -> bool:
-    """Undo a donated step that has ended: its state has its values again. Returns False if there is no such step."""
-    spent_by = lease.spent_by(state)
-    if spent_by is None or spent_by.step is None:  # an update that fails leaves no state, as in any step
-        return False
-    lease.renew(state, "ll.debug.run_twice", _put_back(pairs))
-    return True
-
-
-def _put_back(pairs: Pairs) -> list[Tensor]:
-    """Write the values of the copies into the tensors that differ from them. Returns these."""
-    written = [(tensor, copy) for tensor, copy in pairs if tensor is not copy and not same_bits(tensor, copy)]
+def _put_back(tensors: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
+    """Write the values into the tensors that differ from them."""
     with torch.no_grad():
-        for tensor, copy in written:
-            for part, value in zip(parts_of(local(tensor)), parts_of(local(copy)), strict=True):
-                # torch writes to no tensor that is expanded, as what the members of a stack share.
-                once = tuple(slice(1 if stride == 0 else None) for stride in _strides(part))
-                part[once].copy_(value[once])
-    return [tensor for tensor, _ in written]
-
-
-def _strides(tensor: Tensor) -> tuple[int, ...]:
-    return tensor.stride() if tensor.layout is torch.strided else ()
+        for name, tensor in tensors.items():
+            if not same_bits(tensor, values[name]):
+                if tensor.layout is torch.strided and 0 in tensor.stride():
+                    # What the members of a stack share is expanded, and torch writes to no such tensor.
+                    once = tuple(slice(1 if stride == 0 else None) for stride in tensor.stride())
+                    tensor[once].copy_(values[name][once])
+                else:
+                    tensor.copy_(values[name])
 
 
 _NAME = "checksums"
