@@ -49,7 +49,7 @@ def clip_by_global_norm(max_norm: float, norm_type: float = 2.0) -> Optimizer:
         norm_type: order of the norm, such as 2 or `math.inf`.
 
     Raises:
-        TypeError: `max_norm` or `norm_type` is not a number; from the step, a gradient is sparse.
+        TypeError: `max_norm` or `norm_type` is not a number; from the step, a gradient is sparse, of which torch has no norm before 2.14.
         ValueError: `max_norm` is not above 0.
 
     Source: Pascanu, Mikolov and Bengio, "On the difficulty of training recurrent neural networks", 2013; as a part,
@@ -89,7 +89,7 @@ def clip_by_norm(max_norm: float, norm_type: float = 2.0) -> Optimizer:
         norm_type: order of the norm, such as 2 or `math.inf`.
 
     Raises:
-        TypeError: `max_norm` or `norm_type` is not a number; from the step, a gradient is sparse.
+        TypeError: `max_norm` or `norm_type` is not a number; from the step, a gradient is sparse, of which torch has no norm before 2.14.
         ValueError: `max_norm` is not above 0.
     """
     check_number("max_norm", max_norm, lambda norm: norm > 0, "give a norm above 0")
