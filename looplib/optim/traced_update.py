@@ -50,7 +50,8 @@ def traced_update(recipe: Recipe, grads: Grads, opt_state: Any, params: Params, 
     instance, numbers = _lent(recipe, tensors, opt_state, step)
     first: Sequence[str] = ()
     if "started" in opt_state:
-        first, started = on_host(partial(_begun, (*states,), (*grads,)), opt_state["started"])
+        flags = opt_state["started"]
+        first, started = on_host(partial(_begun, (*flags,), (*grads,)), *flags.values())
         opt_state = {**opt_state, "started": started}
     if _tracing.takes_kernel(len(grads)):
         grads = pick(grads, _by_kernels(recipe, grads, states, tensors, instance.param_groups))
@@ -69,11 +70,11 @@ def traced_update(recipe: Recipe, grads: Grads, opt_state: Any, params: Params, 
     return params, {**opt_state, "state": {**states, **updated}}
 
 
-def _begun(names: Sequence[str], updated: Sequence[str], started: Tensor) -> tuple[tuple[str, ...], Tensor]:
+def _begun(names: Sequence[str], updated: Sequence[str], *flags: Tensor) -> tuple[tuple[str, ...], dict[str, Tensor]]:
     """Parameters whose first update this is, and the flags after it."""
-    of_update = {*updated}
-    first = [name for name, flag in zip(names, started.tolist(), strict=True) if name in of_update and not flag]
-    return (*first,), started | torch.tensor([name in of_update for name in names], device="cpu")
+    of_update, now = {*updated}, dict(zip(names, flags, strict=True))
+    first = [name for name, flag in now.items() if name in of_update and not flag]
+    return (*first,), now | {name: torch.tensor(True, device="cpu") for name in first}
 
 
 def _check(recipe: Recipe, grads: Grads) -> None:
