@@ -125,7 +125,7 @@ def runs_again(function: Any) -> bool:
 
 
 def _saved_by(function: Any) -> Iterator[Any]:
-    """What autograd has saved for a function, without the hooks that would compute it again."""
+    """Values that autograd has saved for a function, without the hooks that would compute it again."""
     kind: Any = type(function)
     for name in _names_of_saved(kind):
         try:

@@ -194,7 +194,7 @@ def _leaf_of(number: int, count: int, name: str, shared: dict[str, Tensor], path
 
 
 def _part_of(number: int, count: int, place: str, inner: trees.Path, part: Any) -> Any:
-    """What one member has of a leaf of the stack's."""
+    """The part of a stack's leaf that one member has."""
     if isinstance(part, _Records):
         return part.members[number]
     if not isinstance(part, Tensor):
