@@ -150,15 +150,7 @@ def graft(
         "ckpt.restore(ll.init_state(old_model, old_optimizer)), with the old model sharded as the new one is",
     )
     problems += _begun_in_part(new_indices, sources, {*begun})
-    for path in sources:
-        if path[-1] == "prev_flat_grad":  # of LBFGS: vectors of all parameters, one behind the other
-            (_, *where, _, _), (_, *old_where, _, _) = path, sources[path]
-            flat = [renaming.names[name] for name in _entry(new_state.opt_state, where)]
-            if flat != [*_entry(old_state.opt_state, old_where)]:
-                problems.append(
-                    f"{trees.dotted(path[:-1])} holds vectors of all parameters, one behind the other, and they are others, or "
-                    f"in another order, than in the old state: name {trees.dotted(path[:-3])} in fresh="
-                )
+    problems += _flat_of_others(sources, renaming.names, old_state.opt_state, new_state.opt_state)
     taken = {*sources.values()}
     dropped = [path for path in old if path not in taken]
     carried_and_trained = {renaming.names[name] for name in kept_now if ("params", renaming.names[name]) in taken}
@@ -271,6 +263,22 @@ def _begun_in_part(
         and (fresh := [path for path in paths if path in begun])
         and (carried := [path for path in paths if path in sources])
     ]
+
+
+def _flat_of_others(
+    sources: Mapping[trees.Path, trees.Path], old_names: Mapping[str, str], old_opt_state: Any, new_opt_state: Any
+) -> list[str]:
+    """Vectors of LBFGS, in which all parameters stand one behind the other, that would be carried to other parameters."""
+    problems = []
+    for path, source in sources.items():
+        if path[-1] == "prev_flat_grad":
+            (_, *where, _, _), (_, *old_where, _, _) = path, source
+            if [old_names[name] for name in _entry(new_opt_state, where)] != [*_entry(old_opt_state, old_where)]:
+                problems.append(
+                    f"{trees.dotted(path[:-1])} holds vectors of all parameters, one behind the other, and they are others, or "
+                    f"in another order, than in the old state: name {trees.dotted(path[:-3])} in fresh="
+                )
+    return problems
 
 
 class _Renaming:
