@@ -315,7 +315,7 @@ def test_operations_of_torch_without_a_formula_that_multiply_or_factorize_matric
 
 def test_a_fused_layer_of_a_script_is_named():
     layer = encoder(1).layers[0].eval().requires_grad_(False)
-    with pytest.warns(DeprecationWarning, match="torch.jit.script"):
+    with pytest.warns((DeprecationWarning, FutureWarning), match="torch.jit.script"):
         script = torch.jit.script(layer)
     with pytest.warns(UserWarning, match=r"aten\._transformer_encoder_layer_fwd"):
         count_flops(lambda state, x: script(x), ll.TrainState(), torch.ones(2, 5, 32))
