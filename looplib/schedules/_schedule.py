@@ -41,12 +41,11 @@ class _Schedule:
         by_name = [field for field in all_fields if field.kw_only]
         if len(args) > len(by_position):
             needed = [f"{field.name}=..." for field in by_name if field.default is MISSING]
-            others = ", ".join(f"{field.name}=" for field in by_name if field.default is not MISSING)
+            others = [f"{field.name}=" for field in by_name if field.default is not MISSING]
+            optional = f", with {', '.join(others)} where meant" if others else ""
             raise TypeError(
                 f"{cls.__name__}() takes {', '.join(by_position)} by position, and got {len(args)} positional arguments: write "
-                f"ll.schedules.{cls.__name__}({', '.join([*by_position, *needed])})"
-                + f", with {others} where meant"
-                * bool(others)
+                f"ll.schedules.{cls.__name__}({', '.join([*by_position, *needed])}){optional}"
             )
         return super().__new__(cls)
 
