@@ -126,9 +126,12 @@ def read_fingerprints(path: str | os.PathLike[str]) -> dict[int, dict[str, str]]
     by_step: dict[int, dict[str, str]] = {}
     for row in read_jsonl(path):
         if hashes := {name: str(value) for name, value in row.items() if name.startswith("/")}:
-            # A leaf that is there already, or a later step, shows that the run went back to this one.
-            before = by_step.get(row["step"], {})
-            went_back = before.keys() & hashes.keys() or any(step > row["step"] for step in by_step)
-            by_step = {step: kept for step, kept in by_step.items() if step < row["step"]}
-            by_step[row["step"]] = hashes if went_back else {**before, **hashes}
+            # A later step, or a leaf that is there already, shows that the run went back to this one.
+            step, went_back = row["step"], False
+            while by_step and next(reversed(by_step)) > step:
+                by_step.popitem()
+                went_back = True
+            before = by_step.get(step, {})
+            went_back = went_back or not before.keys().isdisjoint(hashes)
+            by_step[step] = hashes if went_back else {**before, **hashes}
     return by_step
