@@ -13,7 +13,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 import hypothesis
 import pytest
-import torch
+
+# torch is imported where it is used: the process that only starts those that run the tests would take 2 s for it.
 
 # No test depends on how fast the machine is, nor on luck: each run tries the same examples. The profile "search" tries
 # new ones each time.
@@ -31,12 +32,19 @@ def pytest_configure(config):
 @pytest.fixture(autouse=True)
 def seed():
     """Weights that a test does not seed itself are the same in each run, whichever tests ran before it."""
-    torch.manual_seed(0)
+    import torch
+
+    if torch.accelerator.is_available():
+        torch.manual_seed(0)
+    else:  # of the CPU alone: for each device that there is not, the other keeps the stack, which takes milliseconds
+        torch.default_generator.manual_seed(0)
 
 
 @pytest.fixture
 def one_process():
     """A process group of this process alone, for torch's engines."""
+    import torch
+
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     yield
     torch.distributed.destroy_process_group()
@@ -50,8 +58,8 @@ def the_hub(monkeypatch, tmp_path):
     return Hub(monkeypatch, tmp_path / "pulled")
 
 
-# Checks of texts: English, links, search and the release. They are a tier of their own (`pytest -m pages`).
-PAGES = {"test_english.py", "test_release.py", "test_site.py"}
+# Checks of texts and sources: English, links, search, imports and the release. A tier of their own (`pytest -m pages`).
+PAGES = {"test_english.py", "test_package.py", "test_recipes_page.py", "test_release.py", "test_site.py"}
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -90,8 +98,17 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_unconfigure():
+    """And from the collections at the end, by pytest and by Python, of which one is enough."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def float64():
+    import torch
+
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)

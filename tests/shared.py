@@ -109,7 +109,7 @@ def one_report(test):
     def run(**given):
         faults = []
         for number, case in enumerate(cases):
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)  # as in conftest.py
             with pytest.MonkeyPatch.context() as patch:
                 new = {"monkeypatch": patch}
                 if "tmp_path" in given:

@@ -216,6 +216,7 @@ def anchors(page):
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
+@pytest.mark.pages
 @one_report
 @pytest.mark.parametrize(
     "page", [*PAGES, "CONTRIBUTING.md", *(f"recipes/{path.name}" for path in (ROOT / "recipes").glob("*.md"))]

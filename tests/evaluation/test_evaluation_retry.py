@@ -1,6 +1,5 @@
 """A batch that does not fit gives what it gives where it fits."""
 
-import gc
 import warnings
 import weakref
 from typing import NamedTuple
@@ -14,14 +13,6 @@ from torch import nn
 
 import looplib as ll
 from looplib.evaluation import split_on_oom
-
-
-@pytest.fixture(autouse=True)
-def frozen():
-    """Exclude objects created by importing torch from each garbage collection."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 class Refusing(nn.Module):

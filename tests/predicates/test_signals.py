@@ -26,10 +26,8 @@ STATE = ll.TrainState()
 
 @pytest.fixture(autouse=True)
 def no_predicate_is_left():
-    gc.freeze()  # what imports made is not searched at each collection
     yield
     gc.collect()
-    gc.unfreeze()
     handlers = [signal.getsignal(number) for number in signal.valid_signals()]
     assert not any(getattr(handler, "listeners", ()) for handler in handlers)
 
