@@ -258,7 +258,9 @@ def test_several_workers_of_a_plain_dataloader_are_refused():
     stream = ll.data.shuffled_stream(lambda start: iter(range(start, 8)), buffer=3)
     assert [*DataLoader(stream, batch_size=None)] == [*DataLoader(stream, batch_size=None, num_workers=1)]
     for dataset in (stream, ChainDataset([stream])):
-        with pytest.raises(ValueError, match=r"each worker would give all samples: .*ll.make_loader\(stream") as refused:
+        with pytest.raises(
+            ValueError, match=r"each worker would give all samples: .*ll.make_loader\(stream"
+        ) as refused:
             next(iter(DataLoader(dataset, num_workers=2)))
         traceback.clear_frames(refused.tb)  # the workers end now: torch waits 20 s for those that are left to gc
 
