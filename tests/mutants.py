@@ -181,6 +181,11 @@ EQUIVALENT: list[tuple[str, str, str]] = [
         "the larger of two numbers is the same in either order",
     ),
     (
+        "looplib/contrib/_find_lr.py",
+        "end = max(averages.index(min(averages)) + 1, width)",
+        "the larger of two numbers is the same in either order",
+    ),
+    (
         "looplib/distributed/records.py",
         "index = 0",
         "a number that tells things of one name apart, on each rank alike, may begin anywhere",
@@ -261,12 +266,16 @@ def changes_of(node):
         yield lambda new: setattr(new, "value", (not new.value) if type(new.value) is bool else new.value + 1)
 
 
+def is_overload(decorator):
+    return getattr(decorator, "id", None) == "overload"
+
+
 def in_code(tree):
-    """The nodes of functions, without docstrings, annotations and what stands in a raise statement or a check."""
+    """The nodes of functions, without docstrings, annotations, overloads and what stands in a raise statement or a check."""
     waiting = [node for node in tree.body if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
     while waiting:
         node = waiting.pop()
-        if isinstance(node, ast.Raise):
+        if isinstance(node, ast.Raise) or any(map(is_overload, getattr(node, "decorator_list", []))):
             continue
         if isinstance(node, ast.Call) and getattr(node.func, "id", None) == "check" and len(node.args) > 1:
             waiting.append(node.args[0])  # and not the message

@@ -32,6 +32,11 @@ _STACK = (
 turn = threading.RLock()  # held while torch's streams are another's than the user's
 
 
+def members_of(seed: int | tuple[int, ...]) -> int:
+    """Number of members of a state with this seed, which is that of a stack if it is a tuple, and else 1."""
+    return len(seed) if isinstance(seed, tuple) else 1
+
+
 def mix(*values: int) -> int:
     """Hash any integers into a well-mixed 63-bit seed: equal for equal ones, unrelated for others.
 

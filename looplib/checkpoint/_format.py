@@ -159,11 +159,6 @@ def counts_in(manifest: Mapping[str, Any]) -> dict[str, Any]:
     return {**manifest["counts"], "seed": ast.literal_eval(manifest["counts"]["seed"])}
 
 
-def members_of(seed: Any) -> int:
-    """Number of members of a state with this seed: 1 if it is no stack."""
-    return len(seed) if isinstance(seed, tuple) else 1
-
-
 def trees_of(state: TrainState) -> dict[str, Any]:
     """Trees of a state that a checkpoint stores: those that are not None."""
     return {name: tree for name in TREES if (tree := getattr(state, name)) is not None}

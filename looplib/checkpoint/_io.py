@@ -24,12 +24,13 @@ from looplib._core.checks import check, check_type, few, warn
 from looplib._core.collective import RankGroup, finish_first, together, together_with_data
 from looplib._core.iterations import is_of_loader, warn_of_position
 from looplib._core.mappings import mapped
+from looplib._core.random import members_of
 from looplib._core.ranks import is_alone, is_first
 from looplib._core.records import described
 from looplib._core.replicas import checksums_by_name, different
 from looplib.checkpoint._checkpoints import Checkpoint, Listing, Policy
 from looplib.checkpoint._directory import entries_of, new_entry, number_of, remove, write_entry
-from looplib.checkpoint._format import DamagedCheckpointError, counts_of, in_words, members_of, numbers_of
+from looplib.checkpoint._format import DamagedCheckpointError, counts_of, in_words, numbers_of
 from looplib.checkpoint._objects import changed_since, check_objects, load_objects, take
 from looplib.checkpoint._objects import counts_of as counts_of_objects
 from looplib.checkpoint._restore import load

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from looplib._core.checks import check, few
 from looplib._core.mappings import mapped, without
+from looplib._core.random import members_of
 from looplib.checkpoint._format import (
     FORMAT,
     MANIFEST,
@@ -31,7 +32,6 @@ from looplib.checkpoint._format import (
     checksum,
     counts_in,
     decoded,
-    members_of,
     slices_of,
     words,
 )

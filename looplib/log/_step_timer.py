@@ -23,6 +23,7 @@ import torch
 from looplib._core import ranks as _ranks
 from looplib._core.checks import check, check_number, check_type, few, separated, warn
 from looplib._core.collective import together_with_data
+from looplib._core.random import members_of
 from looplib._core.records import Made, check_kind, record_of, with_record
 from looplib._core.tracing import refuse_in_graph
 from looplib._core.trees import map_tensors
@@ -291,10 +292,9 @@ class step_timer:
         def metered(state: TrainState, batch: Any) -> Any:
             nonlocal is_first
             check_state(state, "step_timer.train_step(train_step)(state, batch)")
-            seeds: Any = state.seed  # of a stack, those of its members
-            members = len(seeds) if isinstance(seeds, tuple) else 1
+            members = members_of(state.seed)
             check(
-                compiler is not None or not isinstance(seeds, tuple),
+                compiler is not None or not isinstance(state.seed, tuple),
                 "step_timer.train_step got a function around the step of a stack, and does not know whether members have "
                 "batches of their own: put it directly around, step_timer.train_step(ll.vmap_step(train_step))",
             )

@@ -190,6 +190,24 @@ def profiled(profile):
         sys.setprofile(None)
 
 
+def after_ctrl_c(moment, parts, step, start, wanted):
+    """The variable's state after a step in which Ctrl-C comes at a moment, or None if the step has fewer moments.
+
+    It is one of the two that are wanted: the state before the step, or its result if the signal was kept until then.
+    """
+    state, profile = ll.bind(parts.model, start), at_moment(moment, press)
+    try:
+        with profiled(profile):
+            state, _ = step(state, parts.batches[1])
+        if profile.seen < moment:
+            return None
+        assert settle()  # else the signal was lost
+        assert record(state) == wanted[1]
+    except KeyboardInterrupt:
+        assert record(state) in wanted
+    return state
+
+
 @pytest.mark.parametrize("started", [False, True])
 @both
 def test_at_every_moment_of_a_step_the_variable_holds_the_state_before_or_the_result(donate, started, monkeypatch):
@@ -201,16 +219,8 @@ def test_at_every_moment_of_a_step_the_variable_holds_the_state_before_or_the_re
     for moment in itertools.count(1, 1 if started else 25):
         if not started:
             parts = Parts(donate)
-        state, profile = ll.bind(parts.model, start), at_moment(moment, press)
-        try:
-            with profiled(profile):
-                state, _ = parts.step(state, parts.batches[1])
-            if profile.seen < moment:
-                break
-            assert settle()  # else the signal was lost
-            assert record(state) == wanted[1]
-        except KeyboardInterrupt:
-            assert record(state) in wanted
+        if after_ctrl_c(moment, parts, parts.step, start, wanted) is None:
+            break
         assert torch.is_grad_enabled()
     assert moment > 200
 
@@ -229,18 +239,11 @@ def test_at_every_moment_of_a_step_that_runs_twice_the_state_is_complete_and_the
     start = ll.copy_state(start)
     wanted = record(start), record(parts.step(ll.copy_state(start), parts.batches[1])[0])
     for moment in itertools.count(1, stride):
-        state, profile = ll.bind(parts.model, start), at_moment(moment, press)
-        try:
-            with profiled(profile):
-                state, _ = step(state, parts.batches[1])
-            if profile.seen < moment:
-                break
-            assert settle()  # else the signal was lost
-            assert record(state) == wanted[1]
-        except KeyboardInterrupt:
-            assert record(state) in wanted
-            if record(state) == wanted[0]:
-                assert record(step(state, parts.batches[1])[0]) == wanted[1]
+        state = after_ctrl_c(moment, parts, step, start, wanted)
+        if state is None:
+            break
+        if record(state) == wanted[0]:
+            assert record(step(state, parts.batches[1])[0]) == wanted[1]
     assert moment > 500
 
 
