@@ -87,6 +87,7 @@ ROOMS = (
     "checkpoint contrib data debug distributed evaluation log losses metrics predicates schedules testing transforms"
 )
 TESTS_OF_ROOMS = {room: [f"tests/{room}", "tests/test_kinds.py"] for room in ROOMS.split()}
+TESTS_OF_ROOMS["checkpoint"].append("tests/data/test_elastic.py")  # positions that a restore converts
 TESTS_OF_ROOMS["transforms"] += [
     "tests/_core/transforms",
     "tests/_core/test_batches.py",

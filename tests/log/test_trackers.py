@@ -236,6 +236,15 @@ def test_a_client_starts_or_continues_its_run_and_hands_on_each_value(name, monk
     assert first["finish"] == [((), {})]
 
 
+def test_an_online_run_of_wandb_is_continued_and_not_begun_again(monkeypatch, tmp_path):
+    library = mock.MagicMock()
+    library.init.return_value.id = "an-id"
+    monkeypatch.setitem(sys.modules, "wandb", library)
+    for options, resume in (({}, None), ({"mode": "online"}, "allow"), ({"mode": "online", "resume": "must"}, "must")):
+        tracker("wandb", tmp_path / "digits", **options)(at(1), {"x": 0.5})
+        assert library.init.call_args.kwargs.get("resume") == resume
+
+
 def test_mlflow_gets_an_experiment_a_run_its_parameters_and_a_batch_of_values(monkeypatch, tmp_path):
     library, folder = mock.MagicMock(), tmp_path / "runs" / "digits"
     client = library.MlflowClient.return_value
