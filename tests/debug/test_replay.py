@@ -15,6 +15,7 @@ from shared import classify as loss_fn
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
+from torch.testing._internal.two_tensor import TwoTensor
 
 import looplib as ll
 from looplib.debug import (
@@ -245,6 +246,18 @@ def test_a_tensor_that_stands_twice_is_kept_once():
         record_steps({}, case.state)
 
 
+def test_a_tensor_of_others_is_kept_once_while_each_of_them_has_its_bits():
+    states = [
+        ll.TrainState(step, params={"w": TwoTensor(torch.ones(2), torch.arange(2.0) * last)})
+        for step, last in enumerate([1, 1, 2])
+    ]
+    kept = {}
+    for state in states:
+        kept = record_steps(kept, state)
+    one, two, three = (state.params["w"] for state in kept.values())
+    assert one is two is not three
+
+
 @pytest.mark.parametrize("at_most", [16, 2])
 @pytest.mark.every_case
 def test_the_first_and_the_last_stay_and_gaps_grow_with_their_age(at_most):
@@ -292,6 +305,18 @@ def test_any_flipped_bit_changes_the_fingerprint_of_its_leaf_alone(data):
     assert {place for place in before if before[place] != after[place]} == {f"/{name}"}
     (found,) = differences(tree, {**tree, name: flipped})
     assert (found.path, found.differing, found.numel) == (f"/{name}", 1, tree[name].numel())
+
+
+@pytest.mark.parametrize("to_sparse", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr], ids=["coo", "csr"])
+@pytest.mark.every_case
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_numbers_of_a_sparse_tensor_are_compared(to_sparse):
+    adjacent, other = torch.eye(3), torch.eye(3)
+    other[0, 0] = 3
+    for tolerance in (0, 1e-3):
+        assert differences(to_sparse(adjacent), to_sparse(adjacent), rtol=tolerance) == []
+        (found,) = differences(to_sparse(adjacent), to_sparse(other), rtol=tolerance)
+        assert (found.largest, found.differing, found.numel) == (2, 1, 9)
 
 
 def test_fingerprints_come_back_from_a_log_with_other_rows_and_a_run_that_went_back(tmp_path):
