@@ -513,3 +513,24 @@ def test_batches_move_to_a_device_with_all_that_is_in_them(pin_memory):
         assert batch["pair"][0].is_meta
         assert batch["pair"][1] == "name"
         assert batch["text"].moved == (torch.device("meta"), pin_memory)
+
+
+class Drawing:
+    """A dataset that draws, so that torch's streams are put back after each read."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, number):
+        return torch.rand(())
+
+
+def test_a_signal_between_two_batches_is_handled_at_once():
+    came = []
+    before = signal.signal(signal.SIGINT, lambda *_: came.append(True))
+    try:
+        for number, _ in enumerate(make_loader(Drawing(), batch_size=2)(at()), 1):
+            signal.raise_signal(signal.SIGINT)
+            assert len(came) == number
+    finally:
+        signal.signal(signal.SIGINT, before)
