@@ -212,6 +212,12 @@ def record(name: str, value: Any, samples: int) -> Metric:
         return Mean(value, 1, samples)
     if isinstance(value, Metric) and not isinstance(value, Tensor):
         return cast(Metric, trees.map_tensors(Tensor.detach, value))
+    if type(value).__module__.startswith("torchmetrics."):
+        raise ValueError(
+            f"{name!r} is a {type(value).__name__} of torchmetrics, whose value, if it were averaged over batches, would be "
+            "another one: make it once, outside of the function, metric = ll.metrics.torchmetric(...), and return "
+            "metric.of(predictions, targets)"
+        )
     raise ValueError(
         f"{name!r} has {shape_or_type(value)}; give a scalar, a Mean(total, weight), ll.metrics.Cat(tensor) for a tensor "
         "that is no number, or another metric"

@@ -329,6 +329,8 @@ def _microbatch_of(model: nn.Module, loss_fn: LossFn, graphs: LossGraphs) -> Cal
             check_batch(batch)
         with call.form.around_loss:
             out = loss_fn(model, batch)
+        if not call.outs and not call.form.traced and any(leaf.grad is not None for leaf in call.inputs):
+            raise ValueError(_OWN_BACKWARD)
         loss, aux = split_loss(out)
         if isinstance(loss, Mean):
             loss = with_own_weight(loss) if samples else without_weight(loss)
@@ -377,6 +379,11 @@ def _stand_in(batch: Any, part: BatchPart | None, sync: Sync | None) -> Any:
     return padding_batch(batch)
 
 
+_OWN_BACKWARD = (
+    "the loss function has run a backward pass into the parameters, such as loss.backward(), and the step runs one over what it "
+    "returns: gradients would count twice, or without the factors of accumulation and of a loss scale. Leave backward out, and "
+    "return the loss, or the sum of its parts; for a gradient within a loss, call torch.autograd.grad"
+)
 _UNREACHED = (
     "no gradient reached {names}: the loss does not depend on them. Freeze them (requires_grad_(False)), choose what this "
     "step trains with make_grad_fn(..., trainable=...), or leave them as they are with make_grad_fn(..., allow_unused=True)"

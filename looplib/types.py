@@ -245,6 +245,8 @@ _NOT_OF_A_STATE = {
     "loss": "it is among the metrics, `state, metrics = train_step(state, batch)`",
     "lr": "ll.optim.hyperparameters(optimizer, state) gives the learning rate of the next update",
     "global_step": "it is state.step",
+    "current_epoch": "it is state.epoch",
+    "batch_idx": "it is state.batch, the number of batches of this epoch that were consumed",
     "parameters": "they are state.params, name -> tensor",
     "state_dict": "ll.checkpoint.state_dict(model, state) gives the model's",
     "load_state_dict": "ckpt.restore(state) loads a checkpoint; ll.checkpoint.load_state_dict(...) weights",

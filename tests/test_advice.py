@@ -47,6 +47,9 @@ def test_what_a_newcomer_tries_first_is_answered(tmp_path):
         (ckpt, "load", r"ckpt\.restore\(state\)"),
         (SGD, "lr", r"ll\.optim\.hyperparameters\(optimizer, state\)"),
         (state, "global_step", r"it is state\.step"),
+        (state, "current_epoch", r"it is state\.epoch"),
+        (state, "batch_idx", r"it is state\.batch"),
+        (ll, "LearningRateMonitor", r"ll\.optim\.hyperparameters"),
         (ll, "AdamW", r"ll\.optimizer\(torch\.optim\.AdamW"),
         (ll, "load", r"ll\.checkpoint_io\(folder\)\.restore"),
         (ll, "Callback", r"if ll\.every_n_steps"),
@@ -68,6 +71,8 @@ def test_what_a_newcomer_tries_first_is_answered(tmp_path):
         AttributeError, match=r"'lr': what ll\.optimizer returns does not change; give lr= to ll\.optimizer"
     ):
         SGD.lr = 0.5
+    with pytest.raises(TypeError, match=r"reduce got a Tensor; give metrics, .*\{'loss': ll\.Mean\(x, 1\)\}"):
+        ll.distributed.reduce(torch.tensor(1.0))
     with pytest.raises(TypeError, match="dataset is the text 'mnist', whose samples would be characters"):
         ll.make_loader("mnist", batch_size=4)
     with pytest.raises(TypeError, match="give several as a dict by label"):
@@ -147,6 +152,33 @@ def test_an_instance_is_answered_with_the_line_that_makes_the_same_update():
     for call in (lambda: ll.optimizer(torch.optim.AdamW), lambda: ll.optimizer(torch.optim.AdamW, lr=None)):
         with pytest.raises(TypeError, match="lr is None; give a number such as 1e-3"):
             call()
+
+
+class Lightning(nn.Linear):
+    """A module with the methods of a LightningModule."""
+
+    def training_step(self, batch, batch_idx):
+        return self(batch).mean()
+
+    def validation_step(self, batch):
+        return {"mean": self(batch).mean()}
+
+    def loss(self, model, batch):
+        return model(batch).mean()
+
+
+def test_a_method_of_a_lightning_module_is_answered_with_a_function_that_calls_it():
+    model = Lightning(2, 1)
+    state = ll.init_state(model, SGD)
+    with pytest.raises(TypeError, match=r"got the method Lightning.training_step, and loss_fn is called") as error:
+        ll.make_grad_fn(model, model.training_step)
+    grad_fn = eval("ll." + re.search(r"Write (make_grad_fn\(.*\))$", str(error.value))[1])
+    assert grad_fn(state, torch.ones(3, 2)).grads["bias"] == 1
+    with pytest.raises(
+        TypeError, match=r"Write make_eval_step\(model, lambda model, batch: model.validation_step\(batch\)\)"
+    ):
+        ll.make_eval_step(model, model.validation_step)
+    assert ll.make_grad_fn(model, model.loss)(state, torch.ones(3, 2)).grads["bias"] == 1
 
 
 def test_a_loss_function_in_place_of_a_gradient_function_is_refused_at_once():

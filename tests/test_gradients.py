@@ -194,6 +194,39 @@ def test_an_empty_batch_is_refused_and_an_empty_microbatch_adds_nothing():
     assert out.samples == 3
 
 
+@both_states
+@both_steps
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_loss_that_runs_a_backward_pass_is_refused_and_one_with_an_inner_gradient_is_not(
+    donate, bound, microbatches
+):
+    def twice(model, x):
+        loss = mean_square(model, x)
+        loss.backward(retain_graph=True)
+        return loss
+
+    def penalized(model, x):
+        x = x.clone().requires_grad_()
+        (inner,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return mean_square(model, x) + inner.square().mean()
+
+    model, x = nn.Linear(2, 1), torch.randn(4, 2)
+    raw = copy.deepcopy(model)
+    state = ll.init_state(model, SGD_HALF)
+    state = state if bound else ll.copy_state(state)
+    steps = [
+        ll.make_train_step(ll.accumulate(ll.make_grad_fn(model, loss_fn), microbatches), SGD_HALF, donate=donate)
+        for loss_fn in (twice, penalized)
+    ]
+    with pytest.raises(ValueError, match=r"has run a backward pass into the parameters.*torch\.autograd\.grad"):
+        steps[0](state, x)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    state, _ = steps[1](state, x)
+    penalized(raw, x).backward()
+    for name, parameter in raw.named_parameters():
+        torch.testing.assert_close(state.params[name], parameter.detach() - 0.5 * parameter.grad)
+
+
 class Counts(nn.Linear):
     """A layer that counts its passes in a buffer that it writes and in one that it replaces."""
 

@@ -29,6 +29,7 @@ _INSTEAD = {
     "save": "it is ll.checkpoint_io(folder).save(state)",
     "ModelCheckpoint": "it is ll.checkpoint_io",
     "EarlyStopping": "it is ll.early_stopping",
+    "LearningRateMonitor": "log ll.optim.hyperparameters(optimizer, state), the rates of the next update",
     "EarlyStoppingCallback": "it is ll.early_stopping",
     "clip_grad_norm_": "it is ll.clip_by_global_norm",
     "clip_grad_value_": "it is ll.optim.clip_by_value",

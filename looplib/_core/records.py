@@ -331,6 +331,17 @@ def check_function_of_model(model: Any, function: Any, who: str, name: str) -> N
         TypeError,
     )
     check_kind(function, who, "loss_fn", advice=f", as its {name}")
+    if (
+        getattr(function, "__self__", None) is model
+    ):  # a method, as Lightning's: training_step(self, batch, batch_idx)
+        given = [*inspect.signature(function).parameters]
+        call = f"model.{function.__name__}(batch{', 0' * (len(given) - 1)})"
+        check(
+            given[:1] != ["batch"],
+            f"{who} got the method {type(model).__name__}.{function.__name__}, and {name} is called as {name}(model, batch), so the model "
+            f"would be its batch. Write {who}(model, lambda model, batch: {call})",
+            TypeError,
+        )
 
 
 # Descriptions of settings as plain values

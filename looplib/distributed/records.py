@@ -6,12 +6,14 @@ import io
 import pickle
 import sys
 import types
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from looplib._core import ranks as _ranks
+from looplib._core.checks import check_type
 from looplib._core.collective import together_with_data
 from looplib.metrics import merge
 from looplib.types import Metric, Metrics
@@ -32,8 +34,15 @@ def reduce(metrics: Metrics) -> dict[str, Metric]:
         metrics: name -> record with `merge`, of a step or a window.
 
     Raises:
+        TypeError: `metrics` is no mapping.
         ValueError: the ranks' metrics have different names.
     """
+    check_type(
+        "reduce got",
+        metrics,
+        Mapping,
+        "give metrics, name -> record, as a train step returns; of a number, {'loss': ll.Mean(x, 1)}",
+    )
     together_with_data().barrier("reduce")
     return merged(metrics, metrics) or {}
 

@@ -107,10 +107,10 @@ class Recipe:
 
     @cached_property
     def end(self) -> int | None:
-        """The step from which the learning rate is 0, if it is one of `ll.schedules` that has an end."""
+        """The step from which the learning rate is 0, or nothing beside what it was, if it is of `ll.schedules` and has an end."""
         lr = self.defaults["lr"]
         end: int | None = lr.end if kind_of(lr) == "schedule" else None
-        return end if end is not None and lr(end) == 0 else None
+        return end if end is not None and lr(end) <= 1e-4 * lr(end // 2) else None
 
     def members(self, params: Params) -> list[list[str]]:
         """Parameter names in each group. The first predicate that matches wins."""

@@ -191,8 +191,8 @@ def transform(
         raise _unfit(recipe, grads, opt_state)
     if step == recipe.end:
         warn(
-            f"the learning rate, {recipe.defaults['lr']!r}, is 0 from step {step} on, so this update and later ones change "
-            "nothing: give total= all steps of the run, such as epochs * len(loader), or a final= rate to continue with"
+            f"the learning rate, {recipe.defaults['lr']!r}, is {recipe.defaults['lr'](step):.3g} from step {step} on, so this "
+            "update and later ones change nothing or next to nothing: give total= all steps of the run, such as epochs * len(loader), or a final= rate to continue with"
         )
     plan = plan_for(plans, recipe, params, states)
     for name, expected in plan.keys.items():

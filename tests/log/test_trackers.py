@@ -240,7 +240,11 @@ def test_an_online_run_of_wandb_is_continued_and_not_begun_again(monkeypatch, tm
     library = mock.MagicMock()
     library.init.return_value.id = "an-id"
     monkeypatch.setitem(sys.modules, "wandb", library)
-    for options, resume in (({}, None), ({"mode": "online"}, "allow"), ({"mode": "online", "resume": "must"}, "must")):
+    for options, resume in (
+        ({}, None),
+        ({"mode": "online"}, "allow"),
+        ({"mode": "online", "resume": "must"}, "must"),
+    ):
         tracker("wandb", tmp_path / "digits", **options)(at(1), {"x": 0.5})
         assert library.init.call_args.kwargs.get("resume") == resume
 

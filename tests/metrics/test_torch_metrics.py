@@ -194,6 +194,16 @@ def test_merging_adds_up_the_ranks_and_torchmetrics_does_not_do_it_again():
     assert ll.metrics.torchmetric(metric).of(torch.ones(3)).value() == 3
 
 
+@pytest.mark.parametrize("metric", [classification.BinaryF1Score(), aggregation.MeanMetric()], ids=["f1", "mean"])
+def test_a_metric_that_is_returned_as_it_is_is_answered_with_its_record(metric):
+    model = torch.nn.Linear(2, 1)
+    step = ll.make_eval_step(model, lambda model, x: {"score": metric})
+    with pytest.raises(
+        ValueError, match=r"a \w+ of torchmetrics.*ll\.metrics\.torchmetric.*metric\.of\(predictions, targets"
+    ):
+        step(ll.init_state(model), torch.ones(3, 2))
+
+
 def test_a_record_that_is_called_as_the_metric_is_says_of():
     metric = ll.metrics.torchmetric(classification.BinaryF1Score())
     with pytest.raises(TypeError, match=r"this BinaryF1Score is a record.*metric\.of\(predictions, labels\)"):

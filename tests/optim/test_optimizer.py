@@ -231,6 +231,9 @@ def test_training_past_the_end_at_a_rate_of_0_warns_once():
         assert step == 6
         assert f"{lr!r}, is 0 from step 6 on" in message
         assert warnings_of(lr, 6) == []
+    ((step, message),) = warnings_of(ll.schedules.one_cycle(1.0, total=6), 9)  # whose default end is nearly 0
+    assert step == 6
+    assert "is 4e-06 from step 6 on" in message
     for lr in (
         0.0,
         ll.schedules.linear(0.1, total=6, final=0.01),
