@@ -330,18 +330,16 @@ def check_function_of_model(model: Any, function: Any, who: str, name: str) -> N
         f"        {_ENDINGS[name]}",
         TypeError,
     )
-    check_kind(function, who, "loss_fn", advice=f", as its {name}")
-    if (
-        getattr(function, "__self__", None) is model
-    ):  # a method, as Lightning's: training_step(self, batch, batch_idx)
+    if getattr(function, "__self__", None) is model:
         given = [*inspect.signature(function).parameters]
-        call = f"model.{function.__name__}(batch{', 0' * (len(given) - 1)})"
         check(
-            given[:1] != ["batch"],
-            f"{who} got the method {type(model).__name__}.{function.__name__}, and {name} is called as {name}(model, batch), so the model "
-            f"would be its batch. Write {who}(model, lambda model, batch: {call})",
+            given[:1] != ["batch"],  # as Lightning's training_step(self, batch, batch_idx)
+            f"{who} got the method {type(model).__name__}.{function.__name__}, and {name} is called as {name}(model, batch), so the "
+            f"model would be its batch. Write {who}(model, lambda model, batch: model.{function.__name__}(batch"
+            f"{', 0' * (len(given) - 1)}))",
             TypeError,
         )
+    check_kind(function, who, "loss_fn", advice=f", as its {name}")
 
 
 # Descriptions of settings as plain values
