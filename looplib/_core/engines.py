@@ -144,8 +144,8 @@ def warn_of_lone_ranks(model: nn.Module) -> None:
     refuse_late(engine_of(model))
     warn(
         f"there are {world_size()} ranks and the model is in no engine that reduces its gradients: each rank "
-        "trains one of its own. Wrap the model in DistributedDataParallel or fully_shard, or the grad_fn in "
-        "ll.grads.reduce_gradients",
+        "trains one of its own. Wrap the model in DistributedDataParallel or fully_shard before make_grad_fn, "
+        "and give make_grad_fn what that returns; or wrap the grad_fn in ll.grads.reduce_gradients",
         RuntimeWarning,
     )
 

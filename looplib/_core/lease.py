@@ -225,7 +225,7 @@ def check_state(
     if isinstance(value, (tuple, dict)):
         call += ". A train step returns two values, in this order: state, metrics = train_step(state, batch)"
     if isinstance(value, int):
-        call += ". In a loop of your own, give the counts that it reads, such as ll.TrainState(step=step)"
+        call += ". In a loop of your own, give its counts, ll.TrainState(step=step, epoch=epoch, batch=batch)"
     if isinstance(value, torch.nn.Module):
         call += f". {of_module}"
     raise TypeError(f"state is {named(value)}; give a TrainState, as ll.init_state returns: {call}")

@@ -599,7 +599,7 @@ _BUFFERS = (
 _TOGGLED = (
     "requires_grad of {names} changed after make_grad_fn, which chose then what this step trains. To train other layers "
     "later in a run, make a step for each choice before it, by ll.make_grad_fn(..., trainable=...), over one state "
-    '(see "Freeze layers" in recipes/COOKBOOK_OPTIMIZERS.md)'
+    '(see "Freeze layers" in recipes/COOKBOOK_OPTIMIZERS.md); in a loop with torch\'s own optimizer, call make_grad_fn again'
 )
 _OF_HOOKS = (
     "the parameter {name} has a hook of its own (register_hook or register_post_accumulate_grad_hook), which torch calls "

@@ -31,7 +31,7 @@ from looplib._core.replicas import checksums_by_name, different
 from looplib.checkpoint._checkpoints import Checkpoint, Listing, Policy
 from looplib.checkpoint._directory import entries_of, new_entry, number_of, remove, write_entry
 from looplib.checkpoint._format import DamagedCheckpointError, counts_of, in_words, numbers_of
-from looplib.checkpoint._objects import changed_since, check_objects, load_objects, take
+from looplib.checkpoint._objects import changed_since, check_objects, load_objects, of_module, take
 from looplib.checkpoint._objects import counts_of as counts_of_objects
 from looplib.checkpoint._restore import load
 from looplib.checkpoint._settings import Select, Settings, trees_to_save
@@ -262,7 +262,7 @@ class CheckpointIO:
             advice = "leave out what you do not want to save"
             check(self._select is None, f"select= is for the parameters of a state: {advice}")
         else:
-            check_state(state, "ckpt.save(state)")
+            check_state(state, "ckpt.save(state)", of_module("ckpt.save"))
             warn_of_position(state)
         check_type(
             "metrics is", metrics, (Mapping, type(None)), "give the scores by name, such as those of ll.evaluate"
@@ -454,7 +454,7 @@ class CheckpointIO:
             check_objects(state, "ckpt.restore")
             check(not weights_only, "weights_only is for a state: give the module alone, with optional=", TypeError)
         else:
-            check_state(state, "ckpt.restore(state)")
+            check_state(state, "ckpt.restore(state)", of_module("ckpt.restore"))
             check(
                 not (weights_only and optional),
                 "optional= names parts of the update and entries of extra, of which weights_only restores none: leave out one",

@@ -37,7 +37,7 @@ from looplib.checkpoint._read import Reader, read_manifest
 from looplib.checkpoint._settings import Settings
 from looplib.checkpoint._state_dict import cleaner
 from looplib.metrics import Mean, Window
-from looplib.types import TrainState
+from looplib.types import Optimizer, TrainState
 
 Objects = Mapping[str, Any]
 Tensors = dict[trees.Path, Tensor]
@@ -119,6 +119,10 @@ def _instead_of(value: Any) -> str:
     name = type(value).__name__
     if isinstance(value, Window):
         return "leave it out, log whenever you save, and begin with an empty ll.Window() after a restore"
+    if type(value).__module__.startswith("looplib.data"):
+        return "leave it out, since it has no state: the counts of your loop say where it continues"
+    if isinstance(value, Optimizer):
+        return "keep its state, a dict of tensors that optimizer.init(params) begins and each update returns"
     if is_dataclass(value) and not isinstance(value, type):
         return f"keep dataclasses.asdict({name.lower()}), and make the record of it after a restore, {name}(**kept)"
     if isinstance(value, Mean):
@@ -211,11 +215,22 @@ def _class_of(value: Any) -> str:
     return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
+def of_module(call: str) -> str:
+    """Advice for a module in place of a state."""
+    return f"Of a module in a loop of your own, give all that a resume needs, by name: {call}({_EXAMPLE})"
+
+
 def check_objects(objects: Objects, call: str) -> None:
     """Raise TypeError or ValueError for what cannot be saved or restored by name, and without a step."""
     for name, value in objects.items():
         check_type("a name is", name, str, f"give objects by name, such as {call}({_EXAMPLE})")
         is_state = isinstance(value, TrainState)
+        check(
+            not _is_state_dict(value),
+            f"{name!r} is a state_dict, which a restore would give back without loading it into anything. Give the object itself, "
+            f"such as {call}({_EXAMPLE}), which a restore loads in place",
+            TypeError,
+        )
         check(not is_state, f"{name!r} is a TrainState, which has all of a run: {call}(state) alone", TypeError)
         if _has_state(value) and not isinstance(value, torch.Generator):
             lacks = [
@@ -228,6 +243,13 @@ def check_objects(objects: Objects, call: str) -> None:
     advice = f"give the number of steps made so far, such as {call}({_EXAMPLE})"
     check("step" in objects, f"there is no 'step' among {few(objects)}; {advice}")
     check(is_count(step, 0), f"'step' is {named_value(step)}, {step!r}; {advice}")
+
+
+def _is_state_dict(value: Any) -> bool:
+    """True for what a module's or a torch optimizer's `state_dict()` returns."""
+    if not isinstance(value, dict):
+        return False
+    return hasattr(value, "_metadata") or value.keys() == {"state", "param_groups"}
 
 
 def counts_of(objects: Objects) -> dict[str, Any]:

@@ -114,6 +114,12 @@ class Loader:
                 "ll.init_state(..., loader=loader), or call state = ll.state.end_epoch(state) after the for loop"
             )
         warn_of_position(state)
+        if not state.params and state.step and not (state.epoch or state.batch or state.samples):
+            warn(
+                f"the state has step={state.step}, and the loader reads epoch=0 and batch=0, from where epoch 0 comes again: in a "
+                "loop of your own, count the batches taken, epoch, batch = divmod(taken, len(loader)), and give "
+                "ll.TrainState(step=step, epoch=epoch, batch=batch)"
+            )
         self._check_ranks()
         source = self._read(state, again=state in self._asked, read=self._samples_read(state))
         if isinstance(self.source, Streamed):

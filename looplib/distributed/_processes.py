@@ -89,7 +89,8 @@ def setup(
             raise RuntimeError(
                 f"{', '.join(missing)} not in the environment: start the script by torchrun, such as "
                 f"`torchrun --nproc-per-node 2 {Path(sys.argv[0]).name or 'train.py'}`, or by a launcher that sets "
-                "what it sets; for one process give setup(required=False), and wrap the model in DDP or FSDP2 only if ll.distributed.launched()"
+                "what it sets; for one process give setup(required=False), and wrap the model in DDP or FSDP2 only if "
+                "ll.distributed.launched()"
             )
         yield _device(0, launched=False)
         return

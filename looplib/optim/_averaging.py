@@ -94,7 +94,9 @@ def ema(
     def update_(grads: Grads, state: Any, params: Params, step: int, **info: Any) -> tuple[Params, Any]:
         updates, weight = on_host(moment, state["updates"])
         if weight is not None:
-            now = {"params": params, "buffers": info.get("buffers") or {}}
+            now = {"params": params}
+            if buffers:
+                now["buffers"] = _buffers_of(info)
             for kind, average in state["average"].items():
                 _move(average, now[kind], weight)
         return params, {**state, "updates": updates}
@@ -106,7 +108,7 @@ def ema(
         if buffers:
             averaged["buffers"] = {
                 name: tensor
-                for name, tensor in extra.get("buffers", {}).items()
+                for name, tensor in _buffers_of(extra).items()
                 if tensor.is_floating_point() or tensor.is_complex()
             }
         average = {
@@ -117,6 +119,17 @@ def ema(
 
     averaging = made_of("ema", "after", settings, init=init, update_=update_, evaluation=partial(_evaluated, start))
     return with_repr(averaging, ema, decay, start=start, every=every, buffers=buffers)
+
+
+def _buffers_of(info: dict[str, Any]) -> Tensors:
+    """The module's buffers, which a step gives, and a loop of one's own to each function."""
+    buffers: Tensors | None = info.get("buffers")
+    if buffers is None:
+        raise TypeError(
+            "ema(buffers=True) and swa(buffers=True) average buffers, and got none: with buffers = dict(model.named_buffers()), "
+            "write ema.init(params, buffers=buffers), and ema.update({}, kept, params, step, buffers=buffers)"
+        )
+    return buffers
 
 
 def _evaluated(start: int, params: Params, buffers: Tensors, state: Any) -> tuple[Params, Tensors]:

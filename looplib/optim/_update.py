@@ -190,9 +190,10 @@ def transform(
     if states is None or not grads.keys() <= states.keys():
         raise _unfit(recipe, grads, opt_state)
     if step == recipe.end:
+        lr = recipe.defaults["lr"]
         warn(
-            f"the learning rate, {recipe.defaults['lr']!r}, is {recipe.defaults['lr'](step):.3g} from step {step} on, so this "
-            "update and later ones change nothing or next to nothing: give total= all steps of the run, such as epochs * len(loader), or a final= rate to continue with"
+            f"the learning rate, {lr!r}, is {lr(step):.3g} from step {step} on, so this update and later ones change nothing, or "
+            "next to nothing: give total= all steps of the run, such as epochs * len(loader), or a final= rate to continue with"
         )
     plan = plan_for(plans, recipe, params, states)
     for name, expected in plan.keys.items():

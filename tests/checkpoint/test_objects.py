@@ -419,6 +419,26 @@ def test_a_state_is_no_mapping_of_objects(tmp_path):
         ckpt.restore(run_of())
 
 
+def test_what_users_of_torch_save_give_is_answered_with_the_line_to_write(tmp_path):
+    model, ckpt = torch.nn.Linear(2, 1), ll.checkpoint_io(tmp_path)
+    loader, sgd = ll.make_loader(range(8), batch_size=2), torch.optim.SGD(model.parameters(), lr=0.1)
+    for call in (ckpt.save, ckpt.restore):
+        name = f"ckpt.{call.__name__}"
+        for state_dict in (model.state_dict(), sgd.state_dict()):  # which no restore would load into the module
+            with pytest.raises(TypeError, match=rf"'it' is a state_dict.*{name}\(\{{\"model\": model, "):
+                call({"it": state_dict, "step": 0})
+        with pytest.raises(TypeError, match=rf"give all that a resume needs, by name: {name}\(\{{\"model\": model, "):
+            call(model)
+    for value, words in (
+        (loader, "leave it out, since it has no state"),
+        (ll.ema(0.9), r"optimizer\.init\(params\)"),
+    ):
+        with pytest.raises(TypeError, match=words):
+            ckpt.save({"it": value, "step": 0})
+    ckpt.save({"model": model, "own": {"state": {}, "others": 1}, "step": 1})
+    assert ckpt.restore({"model": model, "own": None, "step": 0})["own"] == {"state": {}, "others": 1}
+
+
 def test_generators_and_the_global_streams_continue(tmp_path):
     ckpt, generator = ll.checkpoint_io(tmp_path), torch.Generator().manual_seed(3)
     run = {"generator": generator, "random": ll.checkpoint.RandomStreams(), "step": 1}

@@ -534,3 +534,19 @@ def test_a_signal_between_two_batches_is_handled_at_once():
             assert len(came) == number
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_a_state_with_a_step_alone_is_warned_of_since_epoch_0_would_come_again():
+    loader = make_loader(range(8), batch_size=2)
+    with pytest.warns(
+        UserWarning, match=r"step=5, and the loader reads epoch=0 and batch=0.*divmod\(taken, len\(loader\)\)"
+    ):
+        next(loader(TrainState(step=5)))
+    for state in (
+        TrainState(),
+        TrainState(step=5, epoch=1),
+        TrainState(step=3, batch=3),
+        TrainState(step=3, samples=6),
+    ):
+        next(loader(state))
+    next(loader(ll.init_state(torch.nn.Linear(1, 1)).replace(step=5)))  # one with weights stands where its owner says

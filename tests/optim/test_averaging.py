@@ -320,3 +320,29 @@ def test_a_part_of_a_users_own_that_looks_like_an_average_is_none(entry, setting
     optimizer = ll.chain(ll.optimizer(torch.optim.SGD, lr=0.1), ll.ema(0.5), own)
     state = ll.init_state(model, optimizer)
     assert equal(ll.optim.average(optimizer, state), dict(state.params))
+
+
+def test_averaged_buffers_alone_are_those_of_torch_and_are_asked_for():
+    model, ema = (
+        torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4)),
+        ll.ema(0.9, start=1, buffers=True),
+    )
+    params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    theirs = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+    kept = ema.init(params, buffers=buffers)
+    for step in range(4):
+        model(torch.randn(8, 3)).sum().backward()
+        with torch.no_grad():
+            for param in params.values():
+                param.sub_(param.grad, alpha=0.1)
+        theirs.update_parameters(model)
+        _, kept, _ = ema.update({}, kept, params, step, buffers=buffers)
+    averaged = ll.eval_state(ema, ll.init_state(model).replace(opt_state=kept))
+    for name, tensor in (dict(averaged.params) | dict(averaged.buffers)).items():
+        if tensor.is_floating_point():  # and not the count of batches
+            torch.testing.assert_close(tensor, theirs.module.state_dict()[name], rtol=0, atol=0)
+    for call in (lambda: ema.init(params), lambda: ema.update({}, kept, params, 4)):
+        with pytest.raises(
+            TypeError, match=r"got none: with buffers = dict\(model\.named_buffers\(\)\), write ema\.init"
+        ):
+            call()
