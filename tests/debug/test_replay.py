@@ -307,6 +307,16 @@ def test_any_flipped_bit_changes_the_fingerprint_of_its_leaf_alone(data):
     assert (found.path, found.differing, found.numel) == (f"/{name}", 1, tree[name].numel())
 
 
+class Named(torch.Tensor):
+    """A subclass that consists of no others."""
+
+
+def test_tensors_of_a_class_without_parts_are_compared():
+    one = torch.ones(2).as_subclass(Named)
+    assert differences(one, one.clone()) == []
+    assert differences(one, torch.tensor([1.0, 3.0]).as_subclass(Named))[0].largest == 2
+
+
 @pytest.mark.parametrize("to_sparse", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr], ids=["coo", "csr"])
 @pytest.mark.every_case
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")

@@ -243,7 +243,9 @@ REACHED = {
 
 
 @pytest.mark.filterwarnings("ignore:.*went into eval mode after this function was made")  # for the loss at the end
-@pytest.mark.parametrize("name", REACHED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.hardest] * (name == "a decay of 0")) for name in REACHED]
+)
 def test_what_the_gradient_reaches(name):
     check(*REACHED[name](), size=1e-6)
 
