@@ -307,9 +307,12 @@ REFUSED = [
         for args, settings in (((SGD, 1), {}), ((1, SGD), {}), ((GRAD_FN,), {setting: 1}), ((SGD,), {}))
     ),
     # Pieces taken alone, with what a raw loop has.
-    (lambda: ll.checkpoint_io("unused").save(MODEL), r"that is ll\.init_state\(model\)"),
+    (
+        lambda: ll.checkpoint_io("unused").save(MODEL),
+        r'save\(\{"model": model, "optimizer": optimizer, "step": step\}\)',
+    ),
     (lambda: ll.evaluate(THINGS["eval_step"], MODEL, [BATCH]), r"ll\.init_state\(model\)"),
-    (lambda: ll.every_n_steps(5)(5), r"counts.*ll\.TrainState\(step=step\)"),
+    (lambda: ll.every_n_steps(5)(5), r"counts.*ll\.TrainState\(step=step, epoch=epoch, batch=batch\)"),
     (lambda: GRAD_FN(MODEL, BATCH), r"ll\.grads\.backward\(grad_fn, model, batch, step=step\)"),
     (lambda: ll.checkpoint.capture(MODEL), r"write ll\.checkpoint\.capture\(environment=environment\)"),
     (lambda: ll.data.windows("some text", 4), r"tokens are a str.*input_ids"),

@@ -48,7 +48,9 @@ def check_options(order: Any, max_batches: Any, dataloader_options: Mapping[str,
         "(epoch, generator) -> indices is given as order=ll.data.sampler(...)",
     )
     check_optional_count(
-        "max_batches", max_batches, advice="expected a number of batches, at least 1, or None for all"
+        "max_batches",
+        max_batches,
+        advice="expected a number of batches, at least 1 (of 30% of them, max_batches=int(0.3 * batches)), or None for all",
     )
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from typing import Self
+from typing import NoReturn, Self
 
-from looplib._core.checks import is_count
+from looplib._core.checks import check, is_count
 from looplib.predicates._predicate import Number, Predicate
 from looplib.types import TrainState
 
@@ -229,7 +229,7 @@ class every_n_epochs(_Every):
         return _crossed(now, per_epoch, n * length, first * length, last * length)
 
 
-@dataclass(frozen=True, slots=True, repr=False)
+@dataclass(frozen=True, slots=True, repr=False, init=False)
 class at_epoch_end(Predicate):
     """Fires at the end of each epoch: `batch == 0 and epoch > 0`, unless `no_batch`.
 
@@ -240,6 +240,11 @@ class at_epoch_end(Predicate):
     In a loop of your own, give both counts. For a stream, ask it about the state returned by `ll.state.end_epoch`. It is
     equivalent to `every_n_epochs(1)`.
     """
+
+    def __init__(self, *state: NoReturn) -> None:
+        check(
+            not state, "at_epoch_end() takes nothing and gives a predicate: write ll.at_epoch_end()(state)", TypeError
+        )
 
     def fires(self, state: TrainState) -> bool:
         return state.batch == 0 and state.epoch > 0 and not state.no_batch
