@@ -162,7 +162,8 @@ def _check_metrics(metrics: Metrics) -> None:
         check(
             isinstance(metric, Metric),
             f"{name!r} is a {type(metric).__name__}, not a metric; give a record with merge and compute, such as "
-            f"ll.Mean(total, weight), for the mean of a batch ll.Mean(mean * count, count). A number goes beside them: ll.compute(metrics) | {{{name!r}: value}}",
+            "ll.Mean(total, weight), for the mean of a batch ll.Mean(mean * count, count). "
+            f"A number goes beside them: ll.compute(metrics) | {{{name!r}: value}}",
             TypeError,
         )
 
