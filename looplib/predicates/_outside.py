@@ -70,7 +70,8 @@ class after_seconds(_Clock):
     >>> [done(ll.TrainState()) for _ in range(3)]
     [False, True, True]
 
-    The time starts again in each process. All ranks give the same answer, true if the clock of any of them is due;
+    Ask in the `for` too, `if done(state): break`, as `after_steps` shows: with `while` alone, the epoch is read to its end. The
+    time starts again in each process. All ranks give the same answer, true if the clock of any of them is due;
     each answer costs one small message to all ranks.
 
     Args:
