@@ -950,6 +950,7 @@ HOLDS = {
         n["accumulated"](n["state"], (n["x"], n["y"])).grads, without_class_2(n)
     ),
     f"{GRADIENTS_OF} 1": lambda n: torch.autograd.gradcheck(*in_float64(GRADIENTS_OF)),
+    "Apply gradients of your own 2": lambda n: close(dict(n["model"].named_parameters()), by_backward(n)),
     ORIGINS: lambda n: close(n["state"].params, by_backward(n)) and n["state"].epoch == 1,
     TWO_LOSSES: lambda n: close(n["state"].params, clipped_apart(n)),
     ROLLOUT: lambda n: close(n["state"].params, after_rollouts(n)) and n["state"].step == 12,
