@@ -346,3 +346,16 @@ def test_averaged_buffers_alone_are_those_of_torch_and_are_asked_for():
             TypeError, match=r"got none: with buffers = dict\(model\.named_buffers\(\)\), write ema\.init"
         ):
             call()
+
+
+def test_by_default_the_buffers_to_evaluate_with_are_the_states_own():
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    for average in (ll.ema(0.5), ll.optim.swa(start=1)):
+        optimizer = ll.chain(ll.optimizer(torch.optim.SGD, lr=0.1), average)
+        step = ll.make_train_step(ll.make_grad_fn(model, lambda model, x: model(x).square().sum()), optimizer)
+        state = ll.init_state(model, optimizer)
+        for x in torch.randn(3, 8, 3):
+            state, _ = step(state, x)
+        averaged = ll.eval_state(optimizer, state)
+        assert not equal(averaged.params, state.params)
+        assert equal(averaged.buffers, state.buffers)
