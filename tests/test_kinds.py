@@ -312,6 +312,7 @@ REFUSED = [
         r'save\(\{"model": model, "optimizer": optimizer, "step": step\}\)',
     ),
     (lambda: ll.evaluate(THINGS["eval_step"], MODEL, [BATCH]), r"ll\.init_state\(model\)"),
+    (lambda: ll.state.end_epoch(MODEL), r"state is a Linear; give a TrainState.*ll\.state\.end_epoch\(state\)"),
     (lambda: ll.every_n_steps(5)(5), r"counts.*ll\.TrainState\(step=step, epoch=epoch, batch=batch\)"),
     (lambda: GRAD_FN(MODEL, BATCH), r"ll\.grads\.backward\(grad_fn, model, batch, step=step\)"),
     (lambda: ll.checkpoint.capture(MODEL), r"write ll\.checkpoint\.capture\(environment=environment\)"),
