@@ -380,9 +380,9 @@ def _stand_in(batch: Any, part: BatchPart | None, sync: Sync | None) -> Any:
 
 
 _OWN_BACKWARD = (
-    "the loss function has run a backward pass into the parameters, such as loss.backward(), and the step runs one over what it "
-    "returns: gradients would count twice, or without the factors of accumulation and of a loss scale. Leave backward out, and "
-    "return the loss, or the sum of its parts; for a gradient within a loss, call torch.autograd.grad"
+    "loss_fn returns the loss and does not call loss.backward(). This one has run a backward pass into the parameters, and the step "
+    "runs one over what it returns, so gradients would count twice, or without the factors of accumulation and of a loss scale. "
+    "Return the loss, or the sum of its parts; for a gradient within a loss, call torch.autograd.grad"
 )
 _UNREACHED = (
     "no gradient reached {names}: the loss does not depend on them. Freeze them (requires_grad_(False)), choose what this "

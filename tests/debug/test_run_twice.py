@@ -231,7 +231,6 @@ def test_ctrl_c_in_either_pass_leaves_a_state_that_can_be_saved_and_continues(tm
     assert not ll.debug.differences(state, plain[-1])
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize("donate", [True, False])
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_flip_in_what_the_members_of_a_stack_share_is_found(donate, number):
