@@ -82,6 +82,7 @@ def fails(*words):
     return pytest.raises(AssertionError, match=r"(?s)" + ".*".join(map(re.escape, words)))
 
 
+@pytest.mark.slow
 @both_steps
 @both_states
 def test_a_good_run_passes_every_check_and_is_left_as_it_was(donate, bound):

@@ -109,7 +109,9 @@ def base_and_members(model):
 
 
 WAYS = {"pure": {}, "donated": {"donate": True}, "compiled": {"donate": True, "compiled": True}}
-CASES = [("pure", 20), ("donated", 20)] + [pytest.param(way, 50, marks=pytest.mark.slow) for way in WAYS]
+CASES = [pytest.param("pure", 20, marks=pytest.mark.slow), ("donated", 20)] + [
+    pytest.param(way, 50, marks=pytest.mark.slow) for way in WAYS
+]
 
 
 @pytest.mark.every_case
