@@ -121,7 +121,8 @@ def test_the_ratio_of_the_first_update_is_one_for_any_microbatches(microbatches)
     loss_fn = partial(recipe.grpo_loss, epsilon=0.2, beta=0.1)
     grad_fn = ll.accumulate(ll.make_grad_fn(model, loss_fn), microbatches)
     found = ll.compute(grad_fn(state, batch).metrics)
-    assert str(found["ratio"]) == "1.0"
+    # Of fewer rows, a CPU may take another kernel, whose last bit differs.
+    assert found["ratio"] == (1.0 if microbatches == 1 else pytest.approx(1.0, abs=1e-7))
     assert found["clipped"] == 0
 
 
