@@ -224,13 +224,13 @@ def check_objects(objects: Objects, call: str) -> None:
     """Raise TypeError or ValueError for what cannot be saved or restored by name, and without a step."""
     for name, value in objects.items():
         check_type("a name is", name, str, f"give objects by name, such as {call}({_EXAMPLE})")
-        is_state = isinstance(value, TrainState)
         check(
             not _is_state_dict(value),
             f"{name!r} is a state_dict, which a restore would give back without loading it into anything. Give the object itself, "
             f"such as {call}({_EXAMPLE}), which a restore loads in place",
             TypeError,
         )
+        is_state = isinstance(value, TrainState)
         check(not is_state, f"{name!r} is a TrainState, which has all of a run: {call}(state) alone", TypeError)
         if _has_state(value) and not isinstance(value, torch.Generator):
             lacks = [

@@ -92,9 +92,9 @@ def _numbers(leaf: Any) -> Tensor | None:
     """Numbers of a tensor, a NumPy array or scalar, or a float, as a tensor."""
     if isinstance(leaf, Tensor):
         tensor = local(leaf).detach()
-        return (
-            tensor if tensor.layout is torch.strided else tensor.to_dense()
-        )  # as its bits are compared, of any order
+        if tensor.layout is not torch.strided:
+            tensor = tensor.to_dense()  # whose bits are compared too
+        return tensor
     if type(leaf) is float:
         return torch.tensor(leaf, dtype=torch.float64, device="cpu")
     return as_tensor(leaf) if hasattr(leaf, "__array__") and leaf.dtype.kind in "biufc" else None

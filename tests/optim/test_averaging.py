@@ -323,10 +323,8 @@ def test_a_part_of_a_users_own_that_looks_like_an_average_is_none(entry, setting
 
 
 def test_averaged_buffers_alone_are_those_of_torch_and_are_asked_for():
-    model, ema = (
-        torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4)),
-        ll.ema(0.9, start=1, buffers=True),
-    )
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
+    ema = ll.ema(0.9, start=1, buffers=True)
     params, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     theirs = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
     kept = ema.init(params, buffers=buffers)
